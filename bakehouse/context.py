@@ -1,0 +1,26 @@
+"""What a command works with: places, ports and a way to speak. Made once, at the edge."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bakehouse.places import Places
+from bakehouse.ports.clock import Clock, RealClock
+from bakehouse.ports.process import Processes, RealProcesses
+from bakehouse.progress import Progress, Silent
+
+
+@dataclass(frozen=True)
+class Context:
+    """Handed to every command; tests make their own."""
+
+    places: Places
+    recipes: Path
+    """The folder in which `--recipe NAME` is looked up."""
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    processes: Processes = field(default_factory=RealProcesses)
+    clock: Clock = field(default_factory=RealClock)
+    progress: Progress = field(default_factory=Silent)

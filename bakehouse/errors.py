@@ -1,0 +1,131 @@
+"""One class a kind of failure; its exit code is what scripts and cron jobs see.
+
+An error has three parts, printed on three lines: *what* is wrong, *where* (a file and line, a
+step, a log line, a request) and *hint* (what to do about it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from bakehouse.checks import Check
+
+
+class BakehouseError(Exception):
+    """Anything that Bakehouse can explain. `id` is stable and meant for scripts."""
+
+    exit_code: ClassVar[int] = 1
+    default_id: ClassVar[str] = "unexpected"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        hint: str | None = None,
+        id: str | None = None,  # noqa: A002 - the field's name in the JSON document
+        checks: Sequence[Check] = (),
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.hint = hint
+        self.id = id or self.default_id
+        self.checks = tuple(checks)
+
+
+class UsageError(BakehouseError):
+    """The command line cannot be understood."""
+
+    exit_code = 2
+    default_id = "usage"
+
+
+@dataclass(frozen=True, order=True)
+class Fault:
+    """One thing wrong with a file; prints as `file:line:column: message (hint)`.
+
+    `line` and `column` count from 1; 0 means that the place is not known.
+    """
+
+    file: str
+    line: int
+    column: int
+    message: str
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        """Give the form that editors and compilers share, so that a click opens the place."""
+        place = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+        return f"{place}: {self.message}" + (f" ({self.hint})" if self.hint else "")
+
+
+class RecipeError(BakehouseError):
+    """A recipe is wrong; carries every fault that was found, not only the first."""
+
+    exit_code = 2
+    default_id = "recipe"
+
+    def __init__(self, what: str, faults: Sequence[Fault], *, hint: str | None = None) -> None:
+        ordered = tuple(sorted(set(faults), key=lambda f: (f.file, f.line, f.column, f.message)))
+        super().__init__(what, where="\n".join(map(str, ordered)), hint=hint)
+        self.faults = ordered
+
+
+class NotFound(BakehouseError):
+    """Something named does not exist, or has not been built."""
+
+    exit_code = 3
+    default_id = "not-found"
+
+
+class LockError(BakehouseError):
+    """A pin is missing, has drifted, or what was fetched does not match it."""
+
+    exit_code = 4
+    default_id = "lock"
+
+
+class PatchError(BakehouseError):
+    """A patch cannot be fetched, trusted or applied."""
+
+    exit_code = 5
+    default_id = "patch"
+
+
+class BuildFailed(BakehouseError):
+    """Configure, acceptance or compile failed."""
+
+    exit_code = 6
+    default_id = "build"
+
+
+class NotHealthy(BakehouseError):
+    """A server did not start, died, stalled or lost a feature that the recipe asks for."""
+
+    exit_code = 7
+    default_id = "not-healthy"
+
+
+class NotCorrect(BakehouseError):
+    """A server runs and answers, and the answers are wrong."""
+
+    exit_code = 8
+    default_id = "not-correct"
+
+
+class HostError(BakehouseError):
+    """This machine lacks something: a tool, memory, disk, a port, the network, a permission."""
+
+    exit_code = 9
+    default_id = "environment"
+
+
+class Interrupted(BakehouseError):
+    """The user, or a supervisor, asked us to stop; everything started was ended first."""
+
+    exit_code = 130
+    default_id = "interrupted"

@@ -1,0 +1,126 @@
+"""The lock: what a recipe resolved to, exactly. Types only; `resolve` makes them.
+
+Kept in git as `recipes/NAME.lock.json` beside the recipe.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from bakehouse.base import Frozen
+
+
+class FilePin(Frozen):
+    """A file by content."""
+
+    path: str
+    """Relative to what contains it, with forward slashes."""
+    size: int
+    """Bytes."""
+    sha256: str
+
+
+class SubmodulePin(Frozen):
+    """A submodule, pinned by the tree that names it."""
+
+    path: str
+    url: str
+    commit: str
+    tree: str
+
+
+class GitPin(Frozen):
+    """A commit of a repository and the tree that it names."""
+
+    kind: Literal["git"] = "git"
+    url: str
+    ref: str | None = None
+    ref_commit: str | None = None
+    """What `ref` pointed at when the lock was written; a later difference is drift."""
+    commit: str
+    tree: str
+    date: int
+    """The commit's time, in seconds since 1970: SOURCE_DATE_EPOCH."""
+    number: int | None = None
+    """Commits reachable from this one, where the history is known."""
+    submodules: tuple[SubmodulePin, ...] = ()
+
+
+class ArchivePin(Frozen):
+    """An archive file, and the git tree id of the folder that is used of it."""
+
+    kind: Literal["archive"] = "archive"
+    origin: str
+    """`pypi:NAME==VERSION`, a URL, or a path."""
+    file: FilePin
+    folder: str
+    tree: str
+    date: int
+    """Newest modification time inside the archive: SOURCE_DATE_EPOCH."""
+    number: int = 0
+
+
+class PatchPin(Frozen):
+    """A patch, by content, in the order in which it is applied."""
+
+    id: str
+    file: FilePin
+
+
+class WeightPin(Frozen):
+    """A model's files."""
+
+    origin: str
+    """`pypi:NAME==VERSION`, `hub:OWNER/NAME`, a URL, or a path."""
+    revision: str | None = None
+    """The commit of a hub repository."""
+    files: tuple[FilePin, ...]
+    wheel: FilePin | None = None
+    """The wheel that ships the files."""
+
+
+SourcePin = Annotated[GitPin | ArchivePin, Field(discriminator="kind")]
+
+
+class Lock(Frozen):
+    """Everything that a recipe pins."""
+
+    schema_version: Annotated[Literal[1], Field(alias="schema")] = 1
+    recipe: str
+    engine: str
+    wants: str
+    """Digest of the parts of the recipe that were resolved; see `resolve.wants`."""
+    source: SourcePin | None = None
+    patches: tuple[PatchPin, ...] = ()
+    source_tree: str | None = None
+    """Git tree id of the source after all patches."""
+    weights: dict[str, WeightPin]
+
+    @property
+    def stamp(self) -> str:
+        """What the engine must report as its commit: the pin, and the patches if any."""
+        if isinstance(self.source, GitPin):
+            base = self.source.commit[:9]
+        elif isinstance(self.source, ArchivePin):
+            base = self.source.file.sha256[:9]
+        else:
+            return ""
+        if not self.patches or not self.source_tree:
+            return base
+        return f"{base}-p{self.source_tree[:7]}"
+
+    @property
+    def build_number(self) -> int:
+        """The number in the engine's stamp; 0 where the history is not known."""
+        return (self.source.number or 0) if self.source else 0
+
+
+class Drift(Frozen):
+    """One way in which a recipe and its lock no longer agree."""
+
+    reason: str
+    where: str
+    locked: str
+    now: str

@@ -1,0 +1,18 @@
+"""What a command gives back; `cli` prints it, for people or as one JSON document."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from bakehouse.checks import Check
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A command's result. `text` is for people and goes to standard output."""
+
+    result: dict[str, Any]
+    text: str = ""
+    checks: tuple[Check, ...] = field(default=())
+    exit: int = 0

@@ -1,0 +1,73 @@
+"""Where things lie on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Places:
+    """The two folders that Bakehouse writes to: what can be made again, and what cannot."""
+
+    cache: Path
+    state: Path
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str] | None = None) -> Places:
+        """XDG folders, both moved by `BAKEHOUSE_HOME`."""
+        env = os.environ if env is None else env
+        if home := env.get("BAKEHOUSE_HOME"):
+            root = Path(home).expanduser().absolute()
+            return cls(root / "cache", root / "state")
+        user = Path(env.get("HOME") or Path.home())
+        cache = Path(env.get("XDG_CACHE_HOME") or user / ".cache")
+        state = Path(env.get("XDG_STATE_HOME") or user / ".local" / "state")
+        return cls(cache.absolute() / "bakehouse", state.absolute() / "bakehouse")
+
+    @property
+    def git(self) -> Path:
+        """One bare mirror a repository."""
+        return self.cache / "git"
+
+    @property
+    def downloads(self) -> Path:
+        """Archives and wheels, by sha256."""
+        return self.cache / "downloads"
+
+    @property
+    def builds(self) -> Path:
+        """Artifacts, by digest."""
+        return self.cache / "builds"
+
+    @property
+    def weights(self) -> Path:
+        """Weight files, by sha256 of the pin that names them."""
+        return self.cache / "weights"
+
+    @property
+    def toolkits(self) -> Path:
+        """CUDA toolkits that Bakehouse provides."""
+        return self.cache / "toolkits"
+
+    @property
+    def compiler_cache(self) -> Path:
+        """Folder of ccache or sccache."""
+        return self.cache / "ccache"
+
+    @property
+    def runs(self) -> Path:
+        """One folder a run, with its record and logs."""
+        return self.state / "runs"
+
+    @property
+    def servers(self) -> Path:
+        """One folder a running (or just ended) server."""
+        return self.state / "servers"
+
+    @property
+    def index(self) -> Path:
+        """SQLite index over all records."""
+        return self.state / "index.sqlite"

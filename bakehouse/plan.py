@@ -1,0 +1,84 @@
+"""The plan: every step that `build` and `serve` would take, pure and printable.
+
+Nothing here runs or reads anything. The digest covers all that can change what a build makes, and
+nothing that cannot: not jobs, caches, ports, run ids or log paths.
+"""
+
+from __future__ import annotations
+
+from bakehouse.base import Frozen, digest
+
+
+class Step(Frozen):
+    """One thing that is done. Steps that run no command have an empty `argv`."""
+
+    id: str
+    title: str
+    argv: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    """What the step adds to the allowlisted environment."""
+    cwd: str | None = None
+    expects: tuple[str, ...] = ()
+    """Evidence that has to be there afterwards, in words."""
+
+
+class BuildInputs(Frozen):
+    """All that can change the bytes of an artifact. The build digest is this value's digest."""
+
+    rules: int
+    """Version of how Bakehouse builds; raised when the same inputs would give other bytes."""
+    engine: str
+    source_tree: str
+    stamp: str
+    number: int
+    date: int
+    generator: str
+    targets: tuple[str, ...]
+    definitions: dict[str, str]
+    """CMake definitions as they are passed, prefix maps left out."""
+    tools: dict[str, str]
+    """Name to identity (version line, target) of every tool that shapes output, libc included."""
+    cpu: str | None = None
+    """The host's CPU, where the build is made for it (GGML_NATIVE)."""
+    environment: dict[str, str] = {}
+
+    @property
+    def digest(self) -> str:
+        """Name of the artifact folder."""
+        return digest(self)
+
+
+class BuildPlan(Frozen):
+    """How an artifact is made."""
+
+    digest: str
+    inputs: BuildInputs
+    steps: tuple[Step, ...]
+    artifact: str
+    """The folder that the artifact is renamed to, last."""
+    server: str
+    """Path of the server's binary inside the finished artifact."""
+
+
+class ServePlan(Frozen):
+    """How a server is launched and what it has to prove."""
+
+    name: str
+    argv: tuple[str, ...]
+    """`{nonce}` stands where the run's nonce will be, `{port}` where the port is chosen late."""
+    env: dict[str, str]
+    host: str
+    port: int
+    expects: tuple[str, ...]
+    suites: tuple[str, ...]
+
+
+class Plan(Frozen):
+    """Everything, in order."""
+
+    recipe: str
+    lock: str
+    """Digest of the lock."""
+    fetch: tuple[Step, ...]
+    build: BuildPlan | None
+    serve: ServePlan

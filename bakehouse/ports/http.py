@@ -1,0 +1,68 @@
+"""HTTP: bounded questions, and downloads that resume. On `requests`, retries by `tenacity`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a server answered. `seconds` is from sending to the last byte that was read."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        """The body as text; bytes that are not UTF-8 become replacement characters."""
+        return self.body.decode(errors="replace")
+
+    def json(self) -> Any:
+        """Parse the body; ValueError where it is not JSON."""
+        return json.loads(self.body)
+
+
+class Unreachable(Exception):
+    """No answer: refused, reset, timed out, too long, or not HTTP. `why` is for people."""
+
+    def __init__(self, why: str, *, refused: bool = False) -> None:
+        super().__init__(why)
+        self.why = why
+        self.refused = refused
+
+
+class Http(Protocol):
+    """The HTTP port."""
+
+    def ask(
+        self,
+        method: str,
+        url: str,
+        *,
+        json: Any = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 30.0,
+        max_bytes: int = 8 * 2**20,
+    ) -> Reply:
+        """Ask once, no retry; `timeout` (seconds) bounds it all. Raises Unreachable."""
+
+    def download(
+        self,
+        url: str,
+        target: Path,
+        *,
+        headers: Mapping[str, str] | None = None,
+        size: int | None = None,
+        on_bytes: Callable[[int, int | None], None] | None = None,
+    ) -> None:
+        """Fetch to `target`, through `target.part`, resuming what is there. Raises HostError.
+
+        `on_bytes` gets bytes done and total; transient failures are retried with backoff, and
+        Retry-After is honoured. The caller verifies the hash.
+        """

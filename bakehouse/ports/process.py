@@ -1,0 +1,222 @@
+"""Children: one way to run a command, with its own session, log and certain end.
+
+Every child gets an argv tuple (never a shell string), an environment that is given whole (never
+inherited), a working folder and no standard input. It runs below `ports/guard.py`, so that it and
+all its descendants end when Bakehouse ends, kill -9 included.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+GUARD = str(Path(__file__).with_name("guard.py"))
+
+PASSED_ON = (
+    "HOME", "USER", "LOGNAME", "PATH", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR",
+    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
+)  # fmt: skip
+"""Variables that every child may see. No tokens: the step that needs one names it."""
+
+
+def environment(
+    extra: Mapping[str, str] | None = None, base: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Give a child's whole environment: allowlist, fixed locale and time zone, `extra`."""
+    base = os.environ if base is None else base
+    chosen = {name: base[name] for name in PASSED_ON if name in base}
+    return {**chosen, "LC_ALL": "C.UTF-8", "LANG": "C.UTF-8", "TZ": "UTC", **(extra or {})}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a child ended.
+
+    `code` is the exit status, or minus the signal's number; `lines` are the last lines that it
+    wrote (standard output and error together, in order); `seconds` is wall time.
+    """
+
+    argv: tuple[str, ...]
+    code: int
+    seconds: float
+    lines: tuple[str, ...]
+    timed_out: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended with 0."""
+        return self.code == 0
+
+    @property
+    def signal(self) -> str | None:
+        """The name of the signal that ended it, if one did."""
+        if self.code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.code).name
+        except ValueError:
+            return f"signal {-self.code}"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What a short command answered: both streams apart, as text."""
+
+    argv: tuple[str, ...]
+    code: int
+    out: str
+    err: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended with 0."""
+        return self.code == 0
+
+
+class Processes(Protocol):
+    """The process port."""
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+        log: Path | None = None,
+        on_line: Callable[[str], None] | None = None,
+        timeout: float | None = None,
+        keep_lines: int = 200,
+    ) -> Finished:
+        """Run to the end; every line goes to `log` and `on_line`; `timeout` in seconds."""
+
+    def capture(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+        timeout: float = 60,
+        stdin: bytes | None = None,
+    ) -> Captured:
+        """Run a short command and give both streams; a command that is not there gives code 127."""
+
+
+class RealProcesses:
+    """The process port on this machine."""
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+        log: Path | None = None,
+        on_line: Callable[[str], None] | None = None,
+        timeout: float | None = None,
+        keep_lines: int = 200,
+    ) -> Finished:
+        """See `Processes.run`."""
+        started = time.monotonic()
+        tail: deque[str] = deque(maxlen=keep_lines)
+        lifeline_read, lifeline_write = os.pipe()
+        try:
+            guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", GUARD, str(lifeline_read), "--", *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=cwd,
+                env=dict(env),
+                pass_fds=(lifeline_read,),
+                start_new_session=True,
+                umask=0o022,
+            )
+        except BaseException:
+            os.close(lifeline_write)
+            raise
+        finally:
+            os.close(lifeline_read)
+        timer = threading.Timer(timeout, guard.terminate) if timeout else None
+        if timer:
+            timer.daemon = True
+            timer.start()
+        try:
+            _pump(guard, log, tail, on_line)
+            code = guard.wait()
+        finally:
+            os.close(lifeline_write)
+            if timer:
+                timer.cancel()
+            guard.wait()
+            if guard.stdout:
+                guard.stdout.close()
+        seconds = time.monotonic() - started
+        timed_out = timeout is not None and code == 143 and seconds >= timeout
+        return Finished(tuple(argv), code, seconds, tuple(tail), timed_out)
+
+    def capture(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+        timeout: float = 60,
+        stdin: bytes | None = None,
+    ) -> Captured:
+        """See `Processes.capture`."""
+        try:
+            done = subprocess.run(
+                list(argv),
+                input=stdin if stdin is not None else b"",
+                capture_output=True,
+                cwd=cwd,
+                env=dict(env),
+                timeout=timeout,
+                check=False,
+                umask=0o022,
+            )
+        except FileNotFoundError:
+            return Captured(tuple(argv), 127, "", f"{argv[0]}: not found")
+        except PermissionError:
+            return Captured(tuple(argv), 126, "", f"{argv[0]}: not permitted")
+        except subprocess.TimeoutExpired:
+            return Captured(tuple(argv), -signal.SIGKILL, "", f"no answer within {timeout:g} s")
+        out, err = (s.decode(errors="replace") for s in (done.stdout, done.stderr))
+        return Captured(tuple(argv), done.returncode, out, err)
+
+
+def _pump(
+    child: subprocess.Popen[bytes],
+    log: Path | None,
+    tail: deque[str],
+    on_line: Callable[[str], None] | None,
+) -> None:
+    """Move the child's output to the log, line by line, until it closes its end."""
+    if child.stdout is None:
+        return
+    if log is None:
+        for raw in child.stdout:
+            _line(raw, tail, on_line)
+        return
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        for raw in child.stdout:
+            file.write(raw)
+            file.flush()
+            _line(raw, tail, on_line)
+
+
+def _line(raw: bytes, tail: deque[str], on_line: Callable[[str], None] | None) -> None:
+    text = raw.decode(errors="replace").rstrip("\r\n")
+    tail.append(text)
+    if on_line:
+        on_line(text)

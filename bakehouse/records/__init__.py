@@ -1,0 +1,1 @@
+"""Records: what happened, kept. One folder a run, and an index in SQLite."""

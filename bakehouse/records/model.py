@@ -1,0 +1,76 @@
+"""The record of one run, as it lies in `runs/<id>/record.json`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from bakehouse.base import Frozen
+from bakehouse.checks import Check
+
+
+class StepRecord(Frozen):
+    """One step as it went. Seconds of wall time; `code` as the process port gives it."""
+
+    id: str
+    argv: tuple[str, ...] = ()
+    started: str
+    seconds: float
+    code: int | None = None
+    log: str | None = None
+    """Relative to the run's folder."""
+
+
+class Answer(Frozen):
+    """What a server said to one question, whole."""
+
+    question: str
+    mode: str
+    wanted: tuple[str, ...]
+    content: str
+    reasoning: str = ""
+    finish_reason: str | None = None
+    verdict: str
+    """`right`, `wrong`, `never started` or `unanswered`."""
+    tokens: int | None = None
+    """Completion tokens, as the server counts them."""
+    seconds: float
+    retried: bool = False
+    http_status: int | None = None
+
+
+class Failure(Frozen):
+    """Why a run did not do what was asked."""
+
+    id: str
+    what: str
+    where: str | None = None
+    hint: str | None = None
+
+
+class Record(Frozen):
+    """One run of a task."""
+
+    schema_version: Annotated[Literal[1], Field(alias="schema")] = 1
+    id: str
+    task: str
+    recipe: str | None
+    started: str
+    """UTC, ISO 8601."""
+    ended: str
+    seconds: float
+    ok: bool
+    exit: int
+    verdict: str
+    """One sentence for a person."""
+    lock: str | None = None
+    build: str | None = None
+    versions: dict[str, str] = {}
+    host: dict[str, Any] = {}
+    steps: tuple[StepRecord, ...] = ()
+    checks: tuple[Check, ...] = ()
+    answers: tuple[Answer, ...] = ()
+    facts: dict[str, Any] = {}
+    """What else was seen: URL, process id, memory, the engine's own properties."""
+    error: Failure | None = None
