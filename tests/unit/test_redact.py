@@ -1,0 +1,93 @@
+"""Secrets never leave, and untrusted text never drives a terminal."""
+
+from __future__ import annotations
+
+import json
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bakehouse.redact import HIDDEN, Redactor, clean, secret_values
+
+SECRET = 'p@ss "w\\rd"/1é'
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        SECRET,
+        json.dumps({"k": SECRET}),
+        f"https://host/?key={quote(SECRET, safe='')}",
+        repr([SECRET]),
+    ],
+)
+def test_a_secret_is_hidden_in_every_spelling(spelled: str) -> None:
+    hidden = Redactor([SECRET]).text(f"before {spelled} after")
+    assert HIDDEN in hidden
+    assert "ss" not in hidden.replace("https", "")
+
+
+def test_a_secret_inside_another_is_hidden_whole() -> None:
+    assert Redactor(["abcdefgh", "abcdefgh-ijkl"]).text("x abcdefgh-ijkl y") == f"x {HIDDEN} y"
+
+
+def test_a_short_secret_hides_words_and_leaves_text_alone() -> None:
+    assert Redactor(["test"]).text("the latest test") == f"the latest {HIDDEN}"
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("Authorization: Bearer abc.def-123", "abc.def-123"),
+        ("git clone https://user:hunter2@example.org/x.git", "hunter2"),
+        ("token hf_" + "a1B2" * 6 + " used", "a1B2"),
+        ("ghp_" + "Z9" * 18, "Z9"),
+    ],
+)
+def test_secrets_are_known_by_their_looks(text: str, secret: str) -> None:
+    assert secret not in Redactor().text(text)
+
+
+def test_data_is_redacted_at_any_depth_and_keeps_its_form() -> None:
+    data = {
+        "argv": ["server", "--api-key", "anything", "--port", "1"],
+        "deep": {"list": [1, None, True, 2.5, "say sesame-open"]},
+        "headers": {"Authorization": "whatever", "Accept": "json"},
+    }
+    assert Redactor(["sesame-open"]).data(data) == {
+        "argv": ["server", "--api-key", HIDDEN, "--port", "1"],
+        "deep": {"list": [1, None, True, 2.5, f"say {HIDDEN}"]},
+        "headers": {"Authorization": HIDDEN, "Accept": "json"},
+    }
+
+
+def test_values_come_from_named_wellknown_and_telling_variables() -> None:
+    environment = {
+        "HF_TOKEN": "one", "MY_KEY_FOR_IT": "two", "SOME_API_KEY": "three-three",
+        "DEBUG_TOKEN": "1", "PATH": "/bin", "EMPTY_SECRET": "", "GITHUB_TOKEN": " four\n",
+    }  # fmt: skip
+    found = secret_values(environment, ["MY_KEY_FOR_IT"])
+    assert set(found) == {"one", "two", "three-three", "four"}
+
+
+def test_control_characters_are_escaped_and_text_of_all_languages_is_not() -> None:
+    assert clean("\x1b[2J\x07\x9b\u202e\r\x00\x7f") == r"\x1b[2J\x07\x9b\u202e\r\x00\x7f"
+    assert clean("Grüße 你好 नमस्ते می‌خواهم 👩‍🔬\n\tend") == "Grüße 你好 नमस्ते می‌خواهم 👩‍🔬\n\tend"
+    assert clean("two\nlines", one_line=True) == r"two\nlines"
+    assert clean("\ud800\u2028") == r"\ud800\u2028"
+
+
+@given(st.text())
+def test_cleaned_text_can_always_be_encoded_and_holds_no_controls(text: str) -> None:
+    cleaned = clean(text, one_line=True)
+    cleaned.encode()
+    assert not any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 for c in cleaned)
+
+
+@given(st.lists(st.text(min_size=8), max_size=4), st.text())
+def test_no_long_secret_survives(secrets: list[str], around: str) -> None:
+    stripped = [s.strip() for s in secrets if len(s.strip()) >= 8]
+    hidden = Redactor(stripped).text(f"{around} {' '.join(stripped)} {around}")
+    assert not any(s in hidden.replace(HIDDEN, "\0") for s in stripped)
