@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bakehouse.places import Places
 from bakehouse.ports.clock import Clock, RealClock
+from bakehouse.ports.http import Http, RealHttp
 from bakehouse.ports.process import Processes, RealProcesses
 from bakehouse.progress import Progress, Silent
 
@@ -22,5 +23,6 @@ class Context:
     """The folder in which `--recipe NAME` is looked up."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     processes: Processes = field(default_factory=RealProcesses)
+    http: Http = field(default_factory=RealHttp)
     clock: Clock = field(default_factory=RealClock)
     progress: Progress = field(default_factory=Silent)

@@ -1,4 +1,7 @@
-"""HTTP: bounded questions, and downloads that resume. On `requests`, retries by `tenacity`."""
+"""HTTP: bounded questions, and downloads that resume. On `requests`, retries by `tenacity`.
+
+This module is imported wherever a context is; `requests` is imported with the first request.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
+
+from bakehouse.errors import HostError
+from bakehouse.ports.clock import Clock, RealClock
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,16 @@ class Unreachable(Exception):
         super().__init__(why)
         self.why = why
         self.refused = refused
+
+
+class HttpStatus(HostError):
+    """A download was answered with a status that no retry will change."""
+
+    default_id: ClassVar[str] = "http-status"
+
+    def __init__(self, what: str, *, status: int, where: str, hint: str | None = None) -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.status = status
 
 
 class Http(Protocol):
@@ -66,3 +82,41 @@ class Http(Protocol):
         `on_bytes` gets bytes done and total; transient failures are retried with backoff, and
         Retry-After is honoured. The caller verifies the hash.
         """
+
+
+class RealHttp:
+    """The HTTP port of this machine. `.netrc` is not read; no proxy stands before loopback."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or RealClock()
+
+    def ask(
+        self,
+        method: str,
+        url: str,
+        *,
+        json: Any = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 30.0,
+        max_bytes: int = 8 * 2**20,
+    ) -> Reply:
+        """See `Http.ask`. Redirects are followed for GET and HEAD, never to a weaker scheme."""
+        from bakehouse.ports.transport import ask  # requests takes 0.1 s to import
+
+        return ask(
+            method, url, json=json, headers=headers or {}, timeout=timeout, max_bytes=max_bytes
+        )
+
+    def download(
+        self,
+        url: str,
+        target: Path,
+        *,
+        headers: Mapping[str, str] | None = None,
+        size: int | None = None,
+        on_bytes: Callable[[int, int | None], None] | None = None,
+    ) -> None:
+        """See `Http.download`."""
+        from bakehouse.ports.download import Download  # requests takes 0.1 s to import
+
+        Download(url, target, headers or {}, size, on_bytes, self._clock).run()

@@ -1,0 +1,293 @@
+"""A download that survives: resumed, retried with backoff, placed by a rename when it is whole."""
+
+from __future__ import annotations
+
+import email.utils
+import errno
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import requests
+import tenacity
+import urllib3
+
+from bakehouse.errors import HostError
+from bakehouse.ports.clock import Clock
+from bakehouse.ports.http import HttpStatus, Unreachable
+from bakehouse.ports.transport import exchange, why
+from bakehouse.redact import Redactor, clean
+
+CONNECT_S = 20.0
+SILENCE_S = 60.0
+"""Without a byte for so long, the connection counts as lost."""
+ATTEMPTS = 6
+"""In a row without a byte of progress."""
+LONGEST_WAIT_S = 300.0
+"""A host that asks for a longer pause is not waited for."""
+CHUNK = 2**20
+_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class _Transient(Exception):
+    """Worth another try; `after` is what the host asked for, in seconds."""
+
+    def __init__(self, reason: str, after: float | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.after = after
+
+
+def retry_after(value: str | None, now: float) -> float | None:
+    """Seconds to wait that a Retry-After header names, as a number or a date; None without."""
+    if not value:
+        return None
+    if value.strip().isdigit():
+        return float(value)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - now)
+    except ValueError:
+        return None
+
+
+class Download:
+    """One file on its way. What has come so far is in `target.part`, its source in a note."""
+
+    def __init__(
+        self,
+        url: str,
+        target: Path,
+        headers: Mapping[str, str],
+        size: int | None,
+        on_bytes: Callable[[int, int | None], None] | None,
+        clock: Clock,
+    ) -> None:
+        self.url = url
+        self.target = target
+        self.part = target.with_name(target.name + ".part")
+        self.note = target.with_name(target.name + ".part.json")
+        self.headers = {k: v for k, v in headers.items() if k.lower() not in ("range", "if-range")}
+        self.size = size
+        self.on_bytes = on_bytes
+        self.clock = clock
+        self.shown = clean(Redactor().text(url))
+        self._failures = 0
+
+    def run(self) -> None:
+        """Fetch, resume and retry until the whole file is in place."""
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(_Transient),
+            stop=self._give_up,
+            wait=self._pause,
+            sleep=self.clock.sleep,
+            reraise=True,
+        )
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            retrying(self._attempt)
+            self._place()
+        except _Transient as error:
+            raise HostError(
+                f"the download did not come to its end: {error.reason}",
+                where=self.shown,
+                hint="check the network and run it again; what has come so far is kept and resumed",
+                id="download",
+            ) from None
+        except OSError as error:
+            raise self._disk(error) from error
+
+    def _give_up(self, state: tenacity.RetryCallState) -> bool:
+        error = state.outcome.exception() if state.outcome else None
+        asked = error.after if isinstance(error, _Transient) else None
+        return self._failures >= ATTEMPTS or (asked or 0.0) > LONGEST_WAIT_S
+
+    def _pause(self, state: tenacity.RetryCallState) -> float:
+        error = state.outcome.exception() if state.outcome else None
+        if isinstance(error, _Transient) and error.after is not None:
+            return error.after
+        backoff = min(30.0, 0.5 * 2.0**self._failures)
+        return backoff * random.uniform(0.75, 1.25)  # noqa: S311 - spreads load, guards nothing
+
+    def _attempt(self) -> None:
+        """Ask for what is missing and write it."""
+        have = self._resumable()
+        if self.size is not None and have == self.size > 0:
+            return
+        self._failures += 1
+        sent = dict(self.headers)
+        if have:
+            sent["Range"] = f"bytes={have}-"
+            if validator := self._noted().get("validator"):
+                sent["If-Range"] = validator
+        try:
+            with exchange(
+                "GET", self.url, headers=sent, timeouts=(CONNECT_S, SILENCE_S)
+            ) as response:
+                if self._judge(response, have):
+                    self._receive(response, have if response.status_code == 206 else 0)
+        except (requests.RequestException, urllib3.exceptions.HTTPError, Unreachable) as error:
+            found = why(error)
+            if isinstance(error, Unreachable | requests.exceptions.InvalidURL):
+                raise HostError(found.why, where=self.shown, id="download") from error
+            raise _Transient(found.why) from error
+
+    def _judge(self, response: requests.Response, have: int) -> bool:
+        """Whether a body is to be received; False where all of it is here already."""
+        status = response.status_code
+        if status == 200:
+            return True
+        if status == 206 and have:
+            begin, total = _content_range(response.headers.get("Content-Range"))
+            changed = self._noted().get("validator") not in (None, _validator(response))
+            if begin == have and not changed and (self.size is None or total == self.size):
+                return True
+            self._discard()
+            raise _Transient("the host answered with another part than was asked for", 0.0)
+        if status == 416 and have:
+            _, total = _content_range(response.headers.get("Content-Range"))
+            if total == have and self.size in (None, have):
+                return False
+            self._discard()
+            raise _Transient("what was kept does not fit the file any more", 0.0)
+        if status in _TRANSIENT:
+            after = retry_after(response.headers.get("Retry-After"), time.time())
+            wish = f", and asks to come back in {after:.0f} s" if after else ""
+            raise _Transient(f"the host answers {status} {clean(response.reason)}{wish}", after)
+        raise HttpStatus(
+            f"the host answers {status} {clean(response.reason or '')}".rstrip(),
+            status=status,
+            where=self.shown,
+            hint=_status_hint(status),
+        )
+
+    def _receive(self, response: requests.Response, begin: int) -> None:
+        length = response.headers.get("Content-Length", "")
+        total = self.size
+        if length.isdigit():
+            total = begin + int(length)
+            self._expect(total)
+        self._check_room((total or 0) - begin)
+        self._write_note(response, total)
+        done = begin
+        with self.part.open("r+b" if begin else "wb") as file:
+            file.truncate(begin)
+            file.seek(begin)
+            for chunk in response.raw.stream(CHUNK, decode_content=False):
+                file.write(chunk)
+                done += len(chunk)
+                self._failures = 0
+                if self.on_bytes:
+                    self.on_bytes(done, total)
+                if total is not None and done > total:
+                    self._expect(done)
+            file.flush()
+            os.fsync(file.fileno())
+        if total is not None and done < total:
+            raise _Transient(f"the answer was cut off after {done:,} of {total:,} bytes")
+
+    def _expect(self, total: int) -> None:
+        """Refuse a file of another size than the caller knows that it has."""
+        if self.size is not None and total != self.size:
+            self._discard()
+            raise HostError(
+                f"the file has another size: {self.size:,} bytes expected, {total:,} offered",
+                where=self.shown,
+                hint="the host serves other content under this name than what was pinned",
+                id="download-size",
+            )
+
+    def _noted(self) -> dict[str, Any]:
+        try:
+            note = json.loads(self.note.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return note if isinstance(note, dict) else {}
+
+    def _write_note(self, response: requests.Response, total: int | None) -> None:
+        note = {"url": self.url, "validator": _validator(response), "size": total}
+        self.note.write_text(json.dumps(note))
+
+    def _resumable(self) -> int:
+        """How many bytes can be kept; anything of unknown origin is discarded."""
+        try:
+            have = self.part.stat().st_size
+        except FileNotFoundError:
+            return 0
+        note = self._noted()
+        if note.get("url") != self.url or (self.size is not None and have > self.size):
+            self._discard()
+            return 0
+        return have
+
+    def _discard(self) -> None:
+        self.part.unlink(missing_ok=True)
+        self.note.unlink(missing_ok=True)
+
+    def _place(self) -> None:
+        """Rename the whole file into place, and have both on disk before saying so."""
+        os.replace(self.part, self.target)
+        self.note.unlink(missing_ok=True)
+        folder = os.open(self.target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _check_room(self, wanted: int) -> None:
+        free = shutil.disk_usage(self.target.parent).free
+        if wanted > free:
+            raise self._no_room(f"{wanted:,} bytes are missing and {free:,} are free")
+
+    def _disk(self, error: OSError) -> HostError:
+        if error.errno in _FULL:
+            return self._no_room(error.strerror or "no space")
+        return HostError(
+            f"the download cannot be written: {error.strerror or error}",
+            where=str(error.filename or self.target.parent),
+            hint="see that the folder exists and may be written to, or set BAKEHOUSE_HOME",
+            id="disk",
+        )
+
+    def _no_room(self, observed: str) -> HostError:
+        return HostError(
+            f"the disk is full: {observed}",
+            where=str(self.target.parent),
+            hint="free some space and run it again (what has come so far is kept and resumed), "
+            "or set BAKEHOUSE_HOME to a larger disk",
+            id="disk-full",
+        )
+
+
+def _validator(response: requests.Response) -> str | None:
+    """What If-Range may compare: a strong ETag, or else the modification date."""
+    etag = response.headers.get("ETag")
+    if etag and not etag.startswith("W/"):
+        return str(etag)
+    return response.headers.get("Last-Modified")
+
+
+def _content_range(value: str | None) -> tuple[int | None, int | None]:
+    """First byte and total of `bytes 10-99/100` or `bytes */100`; None for what is not there."""
+    unit, _, rest = (value or "").partition(" ")
+    span, _, total = rest.partition("/")
+    begin = span.partition("-")[0]
+    if unit != "bytes":
+        return None, None
+    return (int(begin) if begin.isdigit() else None, int(total) if total.isdigit() else None)
+
+
+def _status_hint(status: int) -> str:
+    hints = {
+        401: "the host wants a login: see that the right token is set",
+        403: "the host knows you and says no, or wants terms to be accepted first",
+        404: "see that the address is right and that the file is still there",
+        410: "the file was taken away",
+        451: "the file was taken away for legal reasons",
+    }
+    return hints.get(status, "open the address in a browser to see what the host says")

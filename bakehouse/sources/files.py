@@ -1,0 +1,157 @@
+"""Files by content: fetched once, verified by sha256, guarded by a lock file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from bakehouse.context import Context
+from bakehouse.errors import HostError, LockError
+from bakehouse.redact import Redactor, clean
+
+CHUNK = 2**20
+
+
+def sha256_file(path: Path, on_bytes: Callable[[int, int | None], None] | None = None) -> str:
+    """Give a file's sha256, in hex; `on_bytes` gets bytes read and the size."""
+    hashed = hashlib.sha256()
+    done = 0
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        while chunk := file.read(CHUNK):
+            hashed.update(chunk)
+            done += len(chunk)
+            if on_bytes:
+                on_bytes(done, size)
+    return hashed.hexdigest()
+
+
+def fsync_folder(folder: Path) -> None:
+    """Have a folder's entries on disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a whole file or leave the old one: temporary file, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_folder(path.parent)
+
+
+@contextmanager
+def guarded(ctx: Context, lock_file: Path, what: str) -> Iterator[None]:
+    """Hold a lock file; where somebody else holds it, say so and wait.
+
+    The kernel lets go of it when its holder ends, however it ends.
+    """
+    import filelock  # half of these rooms only read
+
+    try:
+        lock_file.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(lock_file, mode=0o644)
+        try:
+            lock.acquire(timeout=0.2)
+        except filelock.Timeout:
+            ctx.progress.say(f"waiting for another run that is working on {what}")
+            lock.acquire()
+    except OSError as error:
+        raise HostError(
+            f"cannot lock {what}: {error.strerror or error}",
+            where=str(lock_file),
+            hint="see that the folder may be written to, or set BAKEHOUSE_HOME",
+            id="disk",
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def fetch_pinned(
+    ctx: Context,
+    url: str,
+    target: Path,
+    *,
+    sha256: str,
+    size: int | None = None,
+    title: str = "",
+    headers: Mapping[str, str] | None = None,
+) -> None:
+    """Have `target` with exactly this content; fetched where it is not there, and verified.
+
+    A resumed download that does not verify is fetched once more from its start: what was kept may
+    have come from a host without validators. Raises LockError (other content), HostError.
+    """
+    if target.is_file():
+        return
+    with guarded(ctx, target.with_name(target.name + ".lock"), title or target.name):
+        if target.is_file():
+            return
+        incoming = target.with_name(target.name + ".incoming")
+        part = incoming.with_name(incoming.name + ".part")
+        resumed = part.exists()
+        found = _fetch(ctx, url, incoming, size, title, headers)
+        if found != sha256 and resumed:
+            incoming.unlink()
+            found = _fetch(ctx, url, incoming, size, title, headers)
+        if found != sha256:
+            nature = describe_wrong(incoming)
+            incoming.unlink()
+            raise LockError(
+                f"what was fetched is not what is pinned: sha256 {sha256} expected, {found} found"
+                + (f"; it is {nature}" if nature else ""),
+                where=clean(Redactor().text(url)),
+                hint="the host serves other content under this name; do not use it before you "
+                "know why, then move the pin with 'invoke lock --update'",
+                id="hash-mismatch",
+            )
+        os.replace(incoming, target)
+        fsync_folder(target.parent)
+
+
+def _fetch(
+    ctx: Context,
+    url: str,
+    incoming: Path,
+    size: int | None,
+    title: str,
+    headers: Mapping[str, str] | None,
+) -> str:
+    """Download and give the sha256 of what came."""
+    if not incoming.is_file():
+        with ctx.progress.bar(f"fetch {title or incoming.name}", "B") as bar:
+            ctx.http.download(url, incoming, headers=headers, size=size, on_bytes=bar.update)
+    return sha256_file(incoming)
+
+
+_MAGIC: tuple[tuple[bytes, str], ...] = (
+    (b"version https://git-lfs.github.com/spec/", "a git-lfs pointer, not the file itself"),
+    (b"<!doctype html", "an HTML page"),
+    (b"<html", "an HTML page"),
+    (b'{"error', "a JSON error message"),
+    (b"<?xml", "an XML document"),
+)
+
+
+def describe_wrong(path: Path) -> str | None:
+    """Name what a file is that stands where another was expected, by its first bytes."""
+    with path.open("rb") as file:
+        head = file.read(512).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if not head:
+        return "empty"
+    return next((words for magic, words in _MAGIC if head.startswith(magic)), None)
