@@ -1,0 +1,361 @@
+"""Runs on disk: one folder a run, with `record.json`, logs, and a row in the index.
+
+A run is a context manager. Its record is written when it starts, at every step and on every way
+out, each time to a new file that is renamed over the old one: a run that was killed leaves a whole
+record whose verdict is `unfinished` and whose last step is the one that was running.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import secrets as random
+import shutil
+import sqlite3
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from bakehouse.base import to_json
+from bakehouse.checks import Check, not_passed
+from bakehouse.errors import BakehouseError, HostError, NotFound
+from bakehouse.places import Places
+from bakehouse.ports.clock import Clock
+from bakehouse.progress import Progress
+from bakehouse.records.index import Entry, Index
+from bakehouse.records.model import Answer, Failure, Record, StepRecord
+from bakehouse.redact import Redactor, secret_values
+
+UNFINISHED = "unfinished"
+"""The verdict of a run that has not ended, or never could end."""
+
+
+class Around(Protocol):
+    """What a run needs of the context."""
+
+    @property
+    def places(self) -> Places: ...  # noqa: D102
+    @property
+    def environment(self) -> Mapping[str, str]: ...  # noqa: D102
+    @property
+    def clock(self) -> Clock: ...  # noqa: D102
+    @property
+    def progress(self) -> Progress: ...  # noqa: D102
+
+
+class Ended(Protocol):
+    """Whatever says how a child ended: `Finished` and `Captured` of the process port."""
+
+    @property
+    def code(self) -> int: ...  # noqa: D102
+
+
+class StepRun:
+    """A step while it runs. Set `code`, or hand over what the process port gave."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        """Where the step's child writes to; recorded if it exists in the end."""
+        self.code: int | None = None
+
+    def ended(self, child: Ended) -> None:
+        """Note how the step's child ended."""
+        self.code = child.code
+
+
+class Run:
+    """One run of a task. Make it with `Run.start`."""
+
+    def __init__(
+        self, ctx: Around, task: str, recipe: str | None, redactor: Redactor, now: datetime
+    ) -> None:
+        self._ctx = ctx
+        self._task = task
+        self._recipe = recipe
+        self._redactor = redactor
+        self._began = now
+        self._clock_began = ctx.clock.monotonic()
+        self._fields: dict[str, str | None] = {"lock": None, "build": None}
+        self._versions: dict[str, str] = {}
+        self._host: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
+        self._steps: list[StepRecord] = []
+        self._checks: list[Check] = []
+        self._answers: list[Answer] = []
+        self._finished: tuple[str, int] | None = None
+        self.id, self.folder = _make_folder(ctx.places.runs, task, recipe, now)
+
+    @classmethod
+    @contextmanager
+    def start(
+        cls, ctx: Around, task: str, recipe_name: str | None, *, secrets: Iterable[str] = ()
+    ) -> Iterator[Run]:
+        """Open a run; on the way out, whichever it is, its record is written.
+
+        `secrets` names environment variables whose values are hidden, beside the well-known ones.
+        The exception that ends a run is recorded and raised again, with a note that names the
+        record. Raises HostError where the state folder cannot be written.
+        """
+        redactor = Redactor(secret_values(ctx.environment, secrets))
+        with _explained(ctx.places.state):
+            run = cls(ctx, task, recipe_name, redactor, ctx.clock.now())
+            run._write(UNFINISHED, exit_code=1, ok=False)
+        try:
+            yield run
+        except BaseException as error:
+            error.add_note(f"{RECORD_NOTE}{run.folder}")
+            run._end_with(error)
+            raise
+        verdict, code = run._verdict()
+        with _explained(ctx.places.state):
+            run._write(verdict, exit_code=code, ok=code == 0)
+
+    @property
+    def record(self) -> Path:
+        """Path of the record."""
+        return self.folder / "record.json"
+
+    @contextmanager
+    def step(self, id: str, argv: Sequence[str] = ()) -> Iterator[StepRun]:  # noqa: A002
+        """Time a step; its log, if one is written, lies in the run's folder."""
+        number = len(self._steps)
+        log = self.folder / f"{number + 1:02d}-{_slug(id)}.log"
+        started, clock_began = self._ctx.clock.now(), self._ctx.clock.monotonic()
+        step = StepRun(log)
+        self._steps.append(StepRecord(id=id, argv=tuple(argv), started=_utc(started), seconds=0))
+        self.save()
+        try:
+            yield step
+        finally:
+            with suppress(OSError):
+                self._hide_in(log)
+            self._steps[number] = StepRecord(
+                id=id,
+                argv=tuple(argv),
+                started=_utc(started),
+                seconds=round(self._ctx.clock.monotonic() - clock_began, 3),
+                code=step.code,
+                log=log.name if log.exists() else None,
+            )
+        self.save()
+
+    def check(self, *checks: Check) -> None:
+        """Record judgements."""
+        self._checks += checks
+
+    def checks(self, checks: Iterable[Check]) -> None:
+        """Record judgements."""
+        self._checks += checks
+
+    def answers(self, answers: Iterable[Answer]) -> None:
+        """Record what a server answered."""
+        self._answers += answers
+
+    def fact(self, name: str, value: Any) -> None:
+        """Record something seen: plain data, or a type that can become plain data."""
+        self._facts[name] = value
+
+    def version(self, name: str, value: str) -> None:
+        """Record the version of a tool or engine that took part."""
+        self._versions[name] = value
+
+    def host(self, facts: Mapping[str, Any]) -> None:
+        """Record what the machine is."""
+        self._host.update(facts)
+
+    def pin(self, *, lock: str | None = None, build: str | None = None) -> None:
+        """Record the digests of the lock and of the artifact that were used."""
+        self._fields["lock"] = lock or self._fields["lock"]
+        self._fields["build"] = build or self._fields["build"]
+
+    def hide(self, *values: str) -> None:
+        """Hide further secrets, such as a key that was read from a file."""
+        self._redactor = Redactor((*self._redactor.secrets, *values))
+
+    def finish(self, verdict: str, *, exit_code: int = 0) -> None:
+        """Say in one sentence what came out; with an exit code other than 0 the run is not ok."""
+        self._finished = (verdict, exit_code)
+
+    def save(self) -> None:
+        """Write the record as it stands, as unfinished."""
+        with _explained(self._ctx.places.state):
+            self._write(UNFINISHED, exit_code=1, ok=False, last=False)
+
+    def _verdict(self) -> tuple[str, int]:
+        if self._finished:
+            return self._finished
+        if missing := not_passed(self._checks):
+            return f"{len(missing)} of {len(self._checks)} checks did not pass", 1
+        return "done", 0
+
+    def _end_with(self, error: BaseException) -> None:
+        """Write the record of a run that an exception ended; never raises over that exception."""
+        if isinstance(error, BakehouseError):
+            code, failure = error.exit_code, _failure(error)
+            self._checks += [c for c in error.checks if c not in self._checks]
+        elif isinstance(error, KeyboardInterrupt):
+            code, failure = 130, Failure(id="interrupted", what="interrupted")
+        else:
+            code, failure = 1, Failure(id="unexpected", what=f"{type(error).__name__}: {error}")
+        try:
+            if failure.id == "unexpected":
+                text = self._redactor.text("".join(traceback.format_exception(error)))
+                (self.folder / "traceback.txt").write_text(text, errors="replace")
+            self._write(failure.what, exit_code=code, ok=False, error=failure)
+        except OSError as second:
+            error.add_note(f"the record could not be written: {second}")
+
+    def _write(
+        self,
+        verdict: str,
+        *,
+        exit_code: int,
+        ok: bool,
+        error: Failure | None = None,
+        last: bool = True,
+    ) -> None:
+        """Write the record; for good, and into the index, where this may be the last time."""
+        record = Record(
+            id=self.id,
+            task=self._task,
+            recipe=self._recipe,
+            started=_utc(self._began),
+            ended=_utc(self._ctx.clock.now()),
+            seconds=round(self._ctx.clock.monotonic() - self._clock_began, 3),
+            ok=ok,
+            exit=exit_code,
+            verdict=verdict,
+            lock=self._fields["lock"],
+            build=self._fields["build"],
+            versions=self._versions,
+            host=_plain(self._host),
+            steps=tuple(self._steps),
+            checks=tuple(self._checks),
+            answers=tuple(self._answers),
+            facts=_plain(self._facts),
+            error=error,
+        )
+        data = self._redactor.data(record.to_data())
+        write_atomically(self.record, to_json(data).encode(errors="replace"), sync=last)
+        if last:
+            self._index(Entry.from_data(data))
+
+    def _index(self, entry: Entry) -> None:
+        """Add a row; the folders are the truth, so a failure here is said and no more."""
+        try:
+            Index(self._ctx.places).add(entry)
+        except (OSError, sqlite3.Error) as error:
+            self._ctx.progress.say(
+                f"the index of runs could not be written ({error}); the record itself is safe"
+            )
+
+    def _hide_in(self, log: Path) -> None:
+        """Write a log again without the secrets that it turned out to hold."""
+        if not self._redactor.secrets or not log.exists():
+            return
+        cleared = log.with_suffix(".cleared")
+        with log.open(errors="surrogateescape", newline="") as old:
+            if not any(self._redactor.text(line) != line for line in old):
+                return
+            old.seek(0)
+            with cleared.open("w", errors="surrogateescape", newline="") as new:
+                new.writelines(map(self._redactor.text, old))
+        cleared.replace(log)
+
+
+RECORD_NOTE = "record: "
+"""How the note on an exception begins that names the record of the run which it ended."""
+
+
+def read_record(places: Places, id: str) -> Record:  # noqa: A002
+    """Read one run's record. Raises NotFound where there is none, or none that can be read."""
+    path = places.runs / id / "record.json"
+    if "/" in id or not path.exists():
+        raise NotFound(f"there is no run '{id}'", where=str(places.runs))
+    try:
+        return Record.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise NotFound(
+            f"the record of run '{id}' cannot be read: {first}", where=str(path)
+        ) from error
+
+
+def write_atomically(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Replace a file by `data`, so that a reader sees the old one or the new one, whole.
+
+    With `sync` the same holds after a power cut.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _explained(state: Path) -> Iterator[None]:
+    """Turn an OSError into one that names the state folder and the mend."""
+    try:
+        yield
+    except OSError as error:
+        free = ""
+        with suppress(OSError):
+            free = f" ({shutil.disk_usage(state).free / 2**20:.0f} MiB free)"
+        raise HostError(
+            f"the record of this run cannot be written: {error.strerror or error}",
+            where=f"{error.filename or state}{free}",
+            hint="free some space or mend the permissions there, or set BAKEHOUSE_HOME to a folder "
+            "that can be written",
+            id="state-not-writable",
+        ) from error
+
+
+def _make_folder(runs: Path, task: str, recipe: str | None, now: datetime) -> tuple[str, Path]:
+    """Make `runs/<UTC time>-<task>-<recipe>-<4 hex>`; a name that is taken gets other digits."""
+    runs.mkdir(parents=True, exist_ok=True)
+    parts = [now.strftime("%Y%m%dT%H%M%SZ"), _slug(task), *([_slug(recipe)] if recipe else [])]
+    while True:
+        id_ = "-".join([*parts, random.token_hex(2)])
+        try:
+            (runs / id_).mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        return id_, runs / id_
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")[:64] or "x"
+
+
+def _utc(moment: datetime) -> str:
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _failure(error: BakehouseError) -> Failure:
+    return Failure(id=error.id, what=error.what, where=error.where, hint=error.hint)
+
+
+def _plain(value: Any) -> Any:
+    """Plain data that JSON can hold: no NaN or infinity, no types of ours, text keys."""
+    if hasattr(value, "to_data"):
+        return _plain(value.to_data())
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return str(value)

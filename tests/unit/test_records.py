@@ -1,0 +1,203 @@
+"""A run's record is whole on every way out, holds no secret, and the index follows the folders."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bakehouse.checks import check
+from bakehouse.context import Context
+from bakehouse.errors import HostError, NotFound, NotHealthy
+from bakehouse.places import Places
+from bakehouse.records.index import SCHEMA, Index
+from bakehouse.records.model import Record
+from bakehouse.records.store import RECORD_NOTE, Run, read_record
+
+PASSED = check("a", "1", "1", "here", ok=True)
+FAILED = check("b", "1", "2", "here", ok=False)
+
+
+def read(run: Run) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(run.record.read_text())
+    Record.model_validate(data)
+    return data
+
+
+def test_a_run_that_ends_well(context: Context) -> None:
+    with Run.start(context, "serve", "smollm2-cpu") as run:
+        run.check(PASSED)
+        run.fact("url", "http://127.0.0.1:1")
+        run.version("engine", "b1")
+        run.pin(lock="l" * 64, build="d" * 64)
+        with run.step("launch", ["server", "-m", "x"]) as step:
+            step.log.write_text("loading\n")
+            step.code = 0
+        run.finish("READY")
+    data = read(run)
+    assert (data["ok"], data["exit"], data["verdict"]) == (True, 0, "READY")
+    assert data["steps"][0]["log"] == "01-launch.log"
+    assert data["steps"][0]["code"] == 0
+    assert data["build"] == "d" * 64
+    assert run.folder.name.split("-", 1)[1].startswith("serve-smollm2-cpu-")
+    latest = Index(context.places).latest(task="serve", recipe="smollm2-cpu")
+    assert latest is not None
+    assert (latest.id, latest.ok, latest.verdict) == (run.id, True, "READY")
+    assert read_record(context.places, run.id).versions == {"engine": "b1"}
+
+
+def test_a_run_says_unfinished_until_it_ends(context: Context) -> None:
+    with Run.start(context, "build", "x") as run:
+        assert read(run)["verdict"] == "unfinished"
+        with run.step("compile", ["ninja"]):
+            assert read(run)["steps"][0]["id"] == "compile"
+            assert read(run)["ok"] is False
+        found = Index(context.places).latest()
+        assert found is not None
+        assert found.verdict == "unfinished"
+
+
+def test_a_run_whose_checks_did_not_all_pass_is_not_ok(context: Context) -> None:
+    with Run.start(context, "probe", None) as run:
+        run.check(PASSED, FAILED)
+    assert read(run)["ok"] is False
+    assert read(run)["exit"] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "id_"),
+    [
+        (NotHealthy("it died", where="log:3", hint="look", checks=[FAILED]), 7, "not-healthy"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (ZeroDivisionError("oops"), 1, "unexpected"),
+        (SystemExit(3), 1, "unexpected"),
+    ],
+)
+def test_the_error_that_ends_a_run_is_inside(
+    context: Context, error: BaseException, exit_code: int, id_: str
+) -> None:
+    with pytest.raises(type(error)) as caught, Run.start(context, "serve", "x") as run:
+        with run.step("load"):
+            pass
+        raise error
+    data = read(run)
+    assert (data["ok"], data["exit"], data["error"]["id"]) == (False, exit_code, id_)
+    assert caught.value.__notes__ == [f"{RECORD_NOTE}{run.folder}"]
+    assert (run.folder / "traceback.txt").exists() == (id_ == "unexpected")
+    if id_ == "not-healthy":
+        assert data["checks"] == [FAILED.to_data()]
+        assert data["error"]["hint"] == "look"
+
+
+def test_no_secret_reaches_any_file(context: Context) -> None:
+    secrets = {"HF_TOKEN": "hf-very-secret", "MINE": "s3cret", "FILEKEY": "from/a file+key"}
+    context = replace(context, environment={**context.environment, **secrets})
+    with (
+        pytest.raises(NotHealthy),
+        Run.start(context, "serve", "x", secrets=["MINE"]) as run,
+    ):
+        run.hide(secrets["FILEKEY"])
+        run.fact("seen", {"deep": [f"key={v}" for v in secrets.values()]})
+        with run.step("launch", ["s", "--api-key", *secrets.values()]) as step:
+            step.log.write_bytes("\n".join(secrets.values()).encode() + b"\n\xff\xfe tail")
+        raise NotHealthy(f"bad key {secrets['MINE']}", where=secrets["HF_TOKEN"])
+    everything = b"".join(p.read_bytes() for p in context.places.state.rglob("*") if p.is_file())
+    assert b"tail" in everything
+    assert b"\xff\xfe" in everything
+    for value in secrets.values():
+        assert value.encode() not in everything
+
+
+def test_what_json_cannot_hold_is_recorded_all_the_same(context: Context) -> None:
+    with Run.start(context, "probe", "x") as run:
+        run.fact("odd", {"nan": float("nan"), "surrogate": "\ud800", "path": Path("/x"), 1: {2}})
+    odd = read(run)["facts"]["odd"]
+    assert odd == {"nan": "nan", "surrogate": "?", "path": "/x", "1": [2]}
+
+
+def test_a_state_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    context = Context(places=Places(tmp_path / "cache", blocked / "state"), recipes=tmp_path)
+    with pytest.raises(HostError) as caught, Run.start(context, "serve", "x"):
+        pytest.fail("must not begin")
+    assert str(blocked) in str(caught.value.where)
+    assert "BAKEHOUSE_HOME" in str(caught.value.hint)
+
+
+def test_reading_a_run_that_is_not_there(context: Context) -> None:
+    with pytest.raises(NotFound):
+        read_record(context.places, "nothing")
+    with pytest.raises(NotFound):
+        read_record(context.places, "../../etc")
+
+
+def make(context: Context, recipe: str) -> str:
+    with Run.start(context, "serve", recipe) as run:
+        run.finish(f"READY {recipe}")
+    return run.id
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(b"this is not a database, whatever it says" * 100)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def older(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("DROP TABLE runs")
+        db.execute("CREATE TABLE runs (something TEXT)")
+        db.execute(f"PRAGMA user_version = {SCHEMA - 1}")
+    db.close()
+
+
+def stripped(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("DROP TABLE runs")
+    db.close()
+
+
+@pytest.mark.parametrize("harm", [remove, damage, cut, older, stripped])
+def test_the_index_is_made_again_from_the_folders(
+    context: Context, harm: Callable[[Path], None]
+) -> None:
+    ids = {make(context, "one"), make(context, "two")}
+    harm(context.places.index)
+    assert {e.id for e in Index(context.places).list()} == ids
+    harm(context.places.index)
+    ids.add(make(context, "three"))
+    assert {e.id for e in Index(context.places).list()} == ids
+
+
+def test_the_index_forgets_folders_that_are_gone_and_skips_those_it_cannot_read(
+    context: Context,
+) -> None:
+    gone, kept = make(context, "gone"), make(context, "kept")
+    for file in (context.places.runs / gone).iterdir():
+        file.unlink()
+    (context.places.runs / gone).rmdir()
+    (context.places.runs / "rubbish").mkdir()
+    (context.places.runs / "rubbish" / "record.json").write_text("[1, 2")
+    assert [e.id for e in Index(context.places).list()] == [kept]
+    assert [e.recipe for e in Index(context.places).list(recipe="gone")] == []
+
+
+def test_list_is_newest_first_and_bounded(context: Context) -> None:
+    made = [make(context, "same") for _ in range(3)]
+    assert {e.id for e in Index(context.places).list(ok=True)} == set(made)
+    assert len(Index(context.places).list(limit=2)) == 2
+    assert Index(context.places).list(ok=False) == ()
+    starts = [e.started for e in Index(context.places).list()]
+    assert starts == sorted(starts, reverse=True)
