@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,3 +17,6 @@ class Outcome:
     text: str = ""
     checks: tuple[Check, ...] = field(default=())
     exit: int = 0
+    lines: Iterable[str] = ()
+    """Text that comes bit by bit, such as a followed log: printed line by line as it comes, after
+    `text`. With `--json` it is not asked for."""

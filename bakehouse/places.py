@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bakehouse.errors import HostError
+
 
 @dataclass(frozen=True)
 class Places:
@@ -17,15 +19,22 @@ class Places:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] | None = None) -> Places:
-        """XDG folders, both moved by `BAKEHOUSE_HOME`."""
+        """XDG folders, both moved by `BAKEHOUSE_HOME`. Raises HostError where nothing says."""
         env = os.environ if env is None else env
-        if home := env.get("BAKEHOUSE_HOME"):
-            root = Path(home).expanduser().absolute()
-            return cls(root / "cache", root / "state")
-        user = Path(env.get("HOME") or Path.home())
-        cache = Path(env.get("XDG_CACHE_HOME") or user / ".cache")
-        state = Path(env.get("XDG_STATE_HOME") or user / ".local" / "state")
-        return cls(cache.absolute() / "bakehouse", state.absolute() / "bakehouse")
+        try:
+            if home := env.get("BAKEHOUSE_HOME"):
+                root = Path(home).expanduser().absolute()
+                return cls(root / "cache", root / "state")
+            cache = Path(env.get("XDG_CACHE_HOME") or _user(env) / ".cache")
+            state = Path(env.get("XDG_STATE_HOME") or _user(env) / ".local" / "state")
+            return cls(cache.absolute() / "bakehouse", state.absolute() / "bakehouse")
+        except RuntimeError as error:
+            raise HostError(
+                "there is no home folder to keep things in",
+                where="HOME is not set, and the user has no entry in the password file",
+                hint="set BAKEHOUSE_HOME to a folder that can be written",
+                id="no-home",
+            ) from error
 
     @property
     def git(self) -> Path:
@@ -71,3 +80,7 @@ class Places:
     def index(self) -> Path:
         """SQLite index over all records."""
         return self.state / "index.sqlite"
+
+
+def _user(env: Mapping[str, str]) -> Path:
+    return Path(env.get("HOME") or Path.home())

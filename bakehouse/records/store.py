@@ -7,7 +7,6 @@ record whose verdict is `unfinished` and whose last step is the one that was run
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import secrets as random
@@ -20,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from bakehouse.base import to_json
+from bakehouse.base import plain, to_json
 from bakehouse.checks import Check, not_passed
 from bakehouse.errors import BakehouseError, HostError, NotFound
 from bakehouse.places import Places
@@ -28,6 +27,7 @@ from bakehouse.ports.clock import Clock
 from bakehouse.progress import Progress
 from bakehouse.records.index import Entry, Index
 from bakehouse.records.model import Answer, Failure, Record, StepRecord
+from bakehouse.records.note import add_record
 from bakehouse.redact import Redactor, secret_values
 
 UNFINISHED = "unfinished"
@@ -107,7 +107,7 @@ class Run:
         try:
             yield run
         except BaseException as error:
-            error.add_note(f"{RECORD_NOTE}{run.folder}")
+            add_record(error, str(run.folder))
             run._end_with(error)
             raise
         verdict, code = run._verdict()
@@ -195,6 +195,7 @@ class Run:
     def _end_with(self, error: BaseException) -> None:
         """Write the record of a run that an exception ended; never raises over that exception."""
         if isinstance(error, BakehouseError):
+            self._hide_in_error(error)
             code, failure = error.exit_code, _failure(error)
             self._checks += [c for c in error.checks if c not in self._checks]
         elif isinstance(error, KeyboardInterrupt):
@@ -208,6 +209,14 @@ class Run:
             self._write(failure.what, exit_code=code, ok=False, error=failure)
         except OSError as second:
             error.add_note(f"the record could not be written: {second}")
+
+    def _hide_in_error(self, error: BakehouseError) -> None:
+        """Take this run's secrets out of an error that is about to be printed."""
+        hide = self._redactor.text
+        error.args = (hide(error.what),)
+        error.what = hide(error.what)
+        error.where = error.where and hide(error.where)
+        error.hint = error.hint and hide(error.hint)
 
     def _write(
         self,
@@ -232,11 +241,11 @@ class Run:
             lock=self._fields["lock"],
             build=self._fields["build"],
             versions=self._versions,
-            host=_plain(self._host),
+            host=plain(self._host),
             steps=tuple(self._steps),
             checks=tuple(self._checks),
             answers=tuple(self._answers),
-            facts=_plain(self._facts),
+            facts=plain(self._facts),
             error=error,
         )
         data = self._redactor.data(record.to_data())
@@ -265,10 +274,6 @@ class Run:
             with cleared.open("w", errors="surrogateescape", newline="") as new:
                 new.writelines(map(self._redactor.text, old))
         cleared.replace(log)
-
-
-RECORD_NOTE = "record: "
-"""How the note on an exception begins that names the record of the run which it ended."""
 
 
 def read_record(places: Places, id: str) -> Record:  # noqa: A002
@@ -344,18 +349,3 @@ def _utc(moment: datetime) -> str:
 
 def _failure(error: BakehouseError) -> Failure:
     return Failure(id=error.id, what=error.what, where=error.where, hint=error.hint)
-
-
-def _plain(value: Any) -> Any:
-    """Plain data that JSON can hold: no NaN or infinity, no types of ours, text keys."""
-    if hasattr(value, "to_data"):
-        return _plain(value.to_data())
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    return str(value)

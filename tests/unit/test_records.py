@@ -17,7 +17,8 @@ from bakehouse.errors import HostError, NotFound, NotHealthy
 from bakehouse.places import Places
 from bakehouse.records.index import SCHEMA, Index
 from bakehouse.records.model import Record
-from bakehouse.records.store import RECORD_NOTE, Run, read_record
+from bakehouse.records.note import record_of
+from bakehouse.records.store import Run, read_record
 
 PASSED = check("a", "1", "1", "here", ok=True)
 FAILED = check("b", "1", "2", "here", ok=False)
@@ -87,7 +88,7 @@ def test_the_error_that_ends_a_run_is_inside(
         raise error
     data = read(run)
     assert (data["ok"], data["exit"], data["error"]["id"]) == (False, exit_code, id_)
-    assert caught.value.__notes__ == [f"{RECORD_NOTE}{run.folder}"]
+    assert record_of(caught.value) == str(run.folder)
     assert (run.folder / "traceback.txt").exists() == (id_ == "unexpected")
     if id_ == "not-healthy":
         assert data["checks"] == [FAILED.to_data()]

@@ -1,0 +1,275 @@
+"""How things look: checks, errors and progress, on a terminal and in a plain file."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+from bakehouse.checks import Check, Verdict
+from bakehouse.errors import BakehouseError
+from bakehouse.progress import Bar, Progress
+from bakehouse.redact import Redactor, clean
+
+if TYPE_CHECKING:
+    import rich.console
+    import rich.progress
+
+_COLOURS = {Verdict.PASSED: "32", Verdict.FAILED: "1;31", Verdict.UNKNOWN: "33"}
+
+
+def wants_colour(stream: TextIO | None, environment: Mapping[str, str]) -> bool:
+    """Whether colours may go there: a terminal that is not dumb, and no `NO_COLOR`."""
+    if environment.get("NO_COLOR") or environment.get("TERM") == "dumb":
+        return False
+    return is_terminal(stream)
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a person looks at this stream; a closed one has nobody."""
+    try:
+        return bool(stream and stream.isatty())
+    except ValueError:
+        return False
+
+
+def width_of(stream: TextIO | None) -> int:
+    """Columns to fill: those of the terminal, or 100."""
+    return max(60, shutil.get_terminal_size((100, 24)).columns) if is_terminal(stream) else 100
+
+
+def check_lines(checks: Iterable[Check], *, width: int = 100, colour: bool = False) -> list[str]:
+    """Give checks as aligned lines: verdict, id, expected, observed, where.
+
+    Where the text is too long for one line it goes on below, indented. All of it is cleaned.
+    """
+    shown = tuple(checks)
+    column = min(max((len(c.id) for c in shown), default=0), 28)
+    lines: list[str] = []
+    for one in shown:
+        head = f"{one.verdict.value:7}  {_one_line(one.id):{column}}  "
+        same = one.passed and one.expected == one.observed
+        parts = [_one_line(one.expected)]
+        parts += [] if same else [f"observed: {_one_line(one.observed)}"]
+        parts += [f"at: {_one_line(one.where)}"] if one.where else []
+        lines += _laid_out(head, parts, width, _COLOURS[one.verdict] if colour else None)
+    return lines
+
+
+def _laid_out(head: str, parts: list[str], width: int, colour: str | None) -> list[str]:
+    """Everything on one line if it fits, else one part a line, wrapped below the head's end."""
+    indent = " " * len(head)
+    whole = head + "; ".join(parts)
+    if len(whole) <= width:
+        lines = [whole]
+    else:
+        lines = []
+        for part in parts:
+            lines += textwrap.wrap(
+                part, max(width, len(head) + 30), initial_indent=indent,
+                subsequent_indent=indent + "  ", break_on_hyphens=False,
+            ) or [indent]  # fmt: skip
+        lines[0] = head + lines[0][len(indent) :]
+    if colour:
+        lines[0] = f"\x1b[{colour}m{lines[0][:7]}\x1b[0m{lines[0][7:]}"
+    return lines
+
+
+def error_lines(error: BakehouseError, record: str | None = None) -> list[str]:
+    """Give an error as what, where and hint, and the record of the run that it ended."""
+    lines = [f"error: {clean(error.what)}"]
+    if error.where:
+        lines += [f"  at:   {_below(error.where)}"]
+    if error.hint:
+        lines += [f"  hint: {_below(error.hint)}"]
+    if record:
+        lines += [f"  record: {clean(record)}"]
+    return lines
+
+
+def _below(text: str) -> str:
+    return clean(text).rstrip("\n").replace("\n", "\n        ")
+
+
+def _one_line(text: str) -> str:
+    return clean(text, one_line=True)
+
+
+def make_progress(
+    stream: TextIO | None, environment: Mapping[str, str], redactor: Redactor
+) -> Progress:
+    """Bars where a person watches a terminal, plain lines elsewhere."""
+    if is_terminal(stream) and environment.get("TERM") != "dumb":
+        return RichProgress(stream, redactor, colour=wants_colour(stream, environment))
+    return PlainProgress(stream, redactor)
+
+
+class PlainProgress:
+    """A line at the start, a line now and then, a line at the end: for logs and cron mails."""
+
+    def __init__(
+        self, stream: TextIO | None, redactor: Redactor | None = None, *, every: float = 10.0
+    ) -> None:
+        self._stream = stream
+        self._redactor = redactor or Redactor()
+        self._every = every
+
+    def say(self, text: str) -> None:
+        """See `Progress.say`."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(clean(self._redactor.text(text)) + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._stream = None  # nobody reads any more; the work goes on
+
+    @contextmanager
+    def bar(self, title: str, unit: str = "") -> Iterator[Bar]:
+        """See `Progress.bar`."""
+        bar = _PlainBar(self, title, unit, self._every)
+        self.say(f"{title} ...")
+        try:
+            yield bar
+        except BaseException:
+            self.say(f"{title}: stopped after {duration(bar.elapsed)}")
+            raise
+        self.say(f"{title}: done in {duration(bar.elapsed)}")
+
+
+class _PlainBar:
+    def __init__(self, progress: PlainProgress, title: str, unit: str, every: float) -> None:
+        self._progress = progress
+        self._title = title
+        self._unit = unit
+        self._every = every
+        self._began = self._said = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+    def update(self, done: float, total: float | None = None, note: str = "") -> None:
+        """Say where it stands, if the last time was long enough ago; ever more seldom."""
+        now = time.monotonic()
+        if now - self._said < max(self._every, self.elapsed / 20):
+            return
+        self._said = now
+        self._progress.say(f"{self._title}: {self._standing(done, total)}{note and f', {note}'}")
+
+    def _standing(self, done: float, total: float | None) -> str:
+        rate = done / self.elapsed if self.elapsed > 0 else 0
+        words = [amount(done, self._unit)]
+        if total:
+            words = [f"{done / total:.0%}", f"{words[0]} of {amount(total, self._unit)}"]
+        if self._unit == "B" and rate:
+            words.append(f"{amount(rate, 'B')}/s")
+        if total and rate and done < total:
+            words.append(f"{duration((total - done) / rate)} left")
+        return ", ".join(words)
+
+
+class RichProgress:
+    """Live bars on a terminal, with rate and time left."""
+
+    def __init__(self, stream: TextIO | None, redactor: Redactor, *, colour: bool = True) -> None:
+        self._stream = stream
+        self._redactor = redactor
+        self._colour = colour
+        self._made: tuple[rich.console.Console, rich.progress.Progress] | None = None
+        self._open = 0
+
+    def _tools(self) -> tuple[rich.console.Console, rich.progress.Progress]:
+        """Make the display with the first use: rich takes 50 ms to import."""
+        if self._made is None:
+            from rich import progress as bars
+            from rich.console import Console
+
+            console = Console(
+                file=self._stream, markup=False, highlight=False, emoji=False,
+                no_color=not self._colour,
+            )  # fmt: skip
+            display = bars.Progress(
+                bars.TextColumn("{task.description}", markup=False),
+                bars.BarColumn(),
+                bars.TextColumn("{task.fields[standing]}", markup=False),
+                bars.TimeRemainingColumn(elapsed_when_finished=True),
+                console=console,
+                transient=True,
+            )
+            self._made = (console, display)
+        return self._made
+
+    def say(self, text: str) -> None:
+        """See `Progress.say`."""
+        console, _ = self._tools()
+        console.print(clean(self._redactor.text(text)), soft_wrap=True)
+
+    @contextmanager
+    def bar(self, title: str, unit: str = "") -> Iterator[Bar]:
+        """See `Progress.bar`."""
+        _, display = self._tools()
+        title = clean(self._redactor.text(title), one_line=True)
+        began = time.monotonic()
+        if self._open == 0:
+            display.start()
+        self._open += 1
+        task = display.add_task(title, total=None, standing="")
+        word = "stopped after"
+        try:
+            yield _RichBar(display, task, unit, began)
+            word = "done in"
+        finally:
+            display.remove_task(task)
+            self._open -= 1
+            if self._open == 0:
+                display.stop()
+            self.say(f"{title}: {word} {duration(time.monotonic() - began)}")
+
+
+class _RichBar:
+    def __init__(
+        self, display: rich.progress.Progress, task: rich.progress.TaskID, unit: str, began: float
+    ) -> None:
+        self._display = display
+        self._task = task
+        self._unit = unit
+        self._began = began
+
+    def update(self, done: float, total: float | None = None, note: str = "") -> None:
+        """See `Bar.update`."""
+        words = [amount(done, self._unit) + (f" of {amount(total, self._unit)}" if total else "")]
+        elapsed = time.monotonic() - self._began
+        if self._unit == "B" and elapsed > 0:
+            words.append(f"{amount(done / elapsed, 'B')}/s")
+        if note:
+            words.append(clean(note, one_line=True)[:60])
+        fields: dict[str, Any] = {"standing": ", ".join(words)}
+        self._display.update(self._task, completed=done, total=total, **fields)
+
+
+def amount(value: float, unit: str) -> str:
+    """Write a number for people: bytes in binary units, anything else with its word."""
+    if unit != "B":
+        number = f"{value:.0f}" if value == int(value) else f"{value:.1f}"
+        return f"{number} {unit}".rstrip()
+    for name in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or name == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} B" if name == "B" else f"{value:.1f} {name}"
+
+
+def duration(seconds: float) -> str:
+    """Write seconds for people: `0.4 s`, `12 s`, `3 min 5 s`, `2 h 10 min`."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

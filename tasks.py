@@ -1,0 +1,221 @@
+"""The tasks of Bakehouse: build, serve and prove local LLM servers from pinned recipes.
+
+Each task parses its flags, calls `bakehouse.cli.main` and leaves with its exit code. Nothing of
+Bakehouse is imported before a task runs, so that `invoke --list` stays instant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from invoke import Context, task
+
+RECIPE = "a name in recipes/, or a path to a recipe"
+SET = "override one key, e.g. serve.context=65536 (YAML; may be repeated)"
+LOCKED = "refuse to create or change the lock"
+
+Flags = Sequence[str] | None
+
+
+def _task(**flags: str) -> Callable[[Callable[..., None]], Any]:
+    """Make an Invoke task: long flags only, no positionals, help for every flag."""
+    common = {
+        "json": "print one JSON document on standard output",
+        "debug": "log what happens; print tracebacks",
+    }
+    repeated = [name for name in ("set_",) if name in flags]
+    options: dict[str, Any] = {"auto_shortflags": False, "positional": (), "iterable": repeated}
+    made: Callable[[Callable[..., None]], Any] = task(help={**flags, **common}, **options)
+    return made
+
+
+def _main(name: str, json: bool, debug: bool, **flags: str | bool | Flags) -> None:
+    from bakehouse.cli import main
+
+    recipes = Path(__file__).resolve().with_name("recipes")
+    if code := main(name, flags, json=json, debug=debug, recipes=recipes):
+        raise SystemExit(code)
+
+
+@_task()
+def recipes(_: Context, json: bool = False, debug: bool = False) -> None:
+    """List the recipes that there are, and whether each is locked."""
+    _main("recipes", json, debug)
+
+
+@_task(recipe=RECIPE, set_=SET)
+def show(
+    _: Context,
+    recipe: str | None = None,
+    set_: Flags = None,
+    json: bool = False,
+    debug: bool = False,
+) -> None:
+    """Print a recipe as it is after includes and overrides."""
+    _main("show", json, debug, recipe=recipe, set_=set_)
+
+
+@_task(recipe=f"{RECIPE}; without it, all of them", set_=SET)
+def check(
+    _: Context,
+    recipe: str | None = None,
+    set_: Flags = None,
+    json: bool = False,
+    debug: bool = False,
+) -> None:
+    """Name every fault in a recipe, as file:line:column: message."""
+    _main("check", json, debug, recipe=recipe, set_=set_)
+
+
+@_task(recipe=RECIPE, set_=SET, update="move pins that are there, and print what moved")
+def lock(
+    _: Context,
+    recipe: str | None = None,
+    set_: Flags = None,
+    update: bool = False,
+    json: bool = False,
+    debug: bool = False,
+) -> None:
+    """Resolve a recipe to exact pins and write them beside it."""
+    _main("lock", json, debug, recipe=recipe, set_=set_, update=update)
+
+
+@_task(recipe=RECIPE, set_=SET)
+def plan(
+    _: Context,
+    recipe: str | None = None,
+    set_: Flags = None,
+    json: bool = False,
+    debug: bool = False,
+) -> None:
+    """Print every step that build and serve would run; run none."""
+    _main("plan", json, debug, recipe=recipe, set_=set_)
+
+
+@_task(recipe=RECIPE, set_=SET, locked=LOCKED)
+def fetch(
+    _: Context,
+    recipe: str | None = None,
+    set_: Flags = None,
+    locked: bool = False,
+    json: bool = False,
+    debug: bool = False,
+) -> None:
+    """Fetch sources and weights, by hash, resuming what is there."""
+    _main("fetch", json, debug, recipe=recipe, set_=set_, locked=locked)
+
+
+@_task(recipe=RECIPE, set_=SET, locked=LOCKED)
+def build(
+    _: Context,
+    recipe: str | None = None,
+    set_: Flags = None,
+    locked: bool = False,
+    json: bool = False,
+    debug: bool = False,
+) -> None:
+    """Build the engine from its pinned source, or reuse a build."""
+    _main("build", json, debug, recipe=recipe, set_=set_, locked=locked)
+
+
+@_task(
+    recipe=RECIPE,
+    set_=SET,
+    locked=LOCKED,
+    port="the port to listen on; 0 takes a free one",
+    foreground="stay, and stop the server when interrupted",
+)
+def serve(
+    _: Context,
+    recipe: str | None = None,
+    set_: Flags = None,
+    locked: bool = False,
+    port: str | None = None,
+    foreground: bool = False,
+    json: bool = False,
+    debug: bool = False,
+) -> None:
+    """Build, fetch, start and prove a server; done when it is READY."""
+    _main(
+        "serve", json, debug,
+        recipe=recipe, set_=set_, locked=locked, port=port, foreground=foreground,
+    )  # fmt: skip
+
+
+@_task(recipe=f"{RECIPE}; without it, all servers")
+def status(_: Context, recipe: str | None = None, json: bool = False, debug: bool = False) -> None:
+    """Say which servers run, and how others came to an end."""
+    _main("status", json, debug, recipe=recipe)
+
+
+@_task(recipe=RECIPE, follow="go on printing until interrupted")
+def logs(
+    _: Context,
+    recipe: str | None = None,
+    follow: bool = False,
+    json: bool = False,
+    debug: bool = False,
+) -> None:
+    """Print a server's log."""
+    _main("logs", json, debug, recipe=recipe, follow=follow)
+
+
+@_task(recipe=RECIPE, all_="every server that runs")
+def stop(
+    _: Context,
+    recipe: str | None = None,
+    all_: bool = False,
+    json: bool = False,
+    debug: bool = False,
+) -> None:
+    """Stop a server and all its children."""
+    _main("stop", json, debug, recipe=recipe, all_=all_)
+
+
+@_task(
+    recipe=f"{RECIPE}, whose server runs",
+    set_=SET,
+    url="any OpenAI-compatible server, e.g. http://127.0.0.1:8000",
+    model="the model to ask for (default: the first that the server lists)",
+    api_key_env="the environment variable that holds the API key",
+)
+def probe(
+    _: Context,
+    recipe: str | None = None,
+    set_: Flags = None,
+    url: str | None = None,
+    model: str | None = None,
+    api_key_env: str | None = None,
+    json: bool = False,
+    debug: bool = False,
+) -> None:
+    """Judge a running server by questions with known answers."""
+    _main(
+        "probe", json, debug,
+        recipe=recipe, set_=set_, url=url, model=model, api_key_env=api_key_env,
+    )  # fmt: skip
+
+
+@_task(
+    file="the log to read",
+    engine="llama.cpp or vllm, where it is known",
+    stage="configure, build, fetch, patch, launch, load, ready, probe or steady, where it is known",
+)
+def diagnose(
+    _: Context,
+    file: str | None = None,
+    engine: str | None = None,
+    stage: str | None = None,
+    json: bool = False,
+    debug: bool = False,
+) -> None:
+    """Say what a build or server log means, first cause first."""
+    _main("diagnose", json, debug, file=file, engine=engine, stage=stage)
+
+
+@_task()
+def doctor(_: Context, json: bool = False, debug: bool = False) -> None:
+    """Say what this machine has and lacks, and how to mend it."""
+    _main("doctor", json, debug)
