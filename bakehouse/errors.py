@@ -89,6 +89,12 @@ class LockError(BakehouseError):
     default_id = "lock"
 
 
+class CheckpointError(LockError):
+    """A weight file is not what it should be: truncated, another format, corrupt or hostile."""
+
+    default_id = "checkpoint"
+
+
 class PatchError(BakehouseError):
     """A patch cannot be fetched, trusted or applied."""
 

@@ -1,0 +1,337 @@
+"""GGUF version 3: metadata and tensor places, read without loading a tensor.
+
+Every length in the file is hostile until it fits what is left of the file. A header gives a value
+or a CheckpointError, in time and memory bounded by `MAX_HEADER`, whatever the bytes are. The
+format: ggml/docs/gguf.md; limits on keys, dimensions and alignment as llama.cpp's gguf.cpp has
+them.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from bakehouse.checkpoints.identify import wrong_format
+from bakehouse.checkpoints.reader import ByteSource
+from bakehouse.checkpoints.tensors import GGML_TYPES, REMOVED_GGML_TYPES, Tensor
+from bakehouse.errors import CheckpointError
+
+MAX_HEADER = 256 * 2**20
+"""Bytes: the largest tokenizers take about 20 MiB."""
+MAX_TENSORS = 500_000
+MAX_STRING = 4 * 2**20
+"""Bytes of one kept string; the longest chat templates take about 0.1 MiB."""
+MAX_KEPT = 4096
+"""Elements of an array that are kept; of longer ones only the type and the count are."""
+MAX_KEY = 65_535
+MAX_DIMENSIONS = 4
+DEFAULT_ALIGNMENT = 32
+
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_COUNTS = struct.Struct("<QQ")
+
+
+class Array(NamedTuple):
+    """An array too long to keep: its element type's number and how many elements it has."""
+
+    type: int
+    length: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What a GGUF file declares."""
+
+    name: str
+    file_size: int
+    version: int
+    metadata: dict[str, Any]
+    """Numbers, booleans, strings, lists of these, or an `Array`."""
+    tensors: tuple[Tensor, ...]
+    data_start: int
+    data_end: int
+    """One past the last tensor's last byte."""
+
+    @property
+    def trailing(self) -> int:
+        """Bytes behind the last tensor; more than padding means that something was appended."""
+        return max(0, self.file_size - self.data_end)
+
+    @property
+    def split_count(self) -> int:
+        """How many files the model is split into, as declared; 1 where nothing is."""
+        count = self.metadata.get("split.count", 1)
+        return count if isinstance(count, int) and count > 1 else 1
+
+    @property
+    def split_number(self) -> int:
+        """This file's place among the splits, from 0."""
+        number = self.metadata.get("split.no", 0)
+        return number if isinstance(number, int) else 0
+
+
+class _Cursor:
+    """Reads forward over a source through one window of bytes."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self.source = source
+        self.limit = min(source.size, MAX_HEADER)
+        self._window = b""
+        self._base = 0
+        self._at = 0
+
+    @property
+    def position(self) -> int:
+        """Offset in the file of the next byte."""
+        return self._base + self._at
+
+    @property
+    def left(self) -> int:
+        """Bytes of the file, or of the largest header, that are left."""
+        return self.limit - self.position
+
+    def fail(self, what: str) -> CheckpointError:
+        return corrupt(self.source, what, self.position)
+
+    def need(self, length: int, what: str) -> None:
+        """Refuse a length that does not fit."""
+        if length > self.left:
+            if self.limit == self.source.size:
+                raise self.fail(f"truncated: {what} needs {length} bytes, {self.left} are left")
+            raise self.fail(f"{what} of {length} bytes reaches beyond a header of {MAX_HEADER}")
+
+    def take(self, length: int, what: str) -> bytes:
+        """Give the next bytes."""
+        self.need(length, what)
+        self.fill(length)
+        start = self._at
+        self._at += length
+        return self._window[start : self._at]
+
+    def fill(self, length: int) -> None:
+        """Have at least `length` bytes in the window; the caller has checked that they exist."""
+        if len(self._window) - self._at >= length:
+            return
+        at = self.position
+        wanted = max(length, min(self.source.chunk, self.limit - at))
+        window = self.source.read(at, wanted)
+        while len(window) < length:
+            more = self.source.read(at + len(window), wanted - len(window))
+            if not more:
+                raise self.fail("truncated: the file ends before its size says so")
+            window += more
+        self._window, self._base, self._at = window, at, 0
+
+    def u32(self, what: str) -> int:
+        return int(_U32.unpack(self.take(4, what))[0])
+
+    def u64(self, what: str) -> int:
+        return int(_U64.unpack(self.take(8, what))[0])
+
+    def skip(self, length: int, what: str) -> None:
+        """Pass over bytes without reading those outside the window."""
+        self.need(length, what)
+        self._at += length
+        if self._at > len(self._window):
+            self._base, self._at, self._window = self.position, 0, b""
+
+    def text(self, what: str, most: int) -> str:
+        length = self.u64(what)
+        if length > most:
+            self.need(length, what)
+            raise self.fail(f"{what} has {length} bytes, more than {most}")
+        raw = self.take(length, what)
+        return raw.decode(errors="replace")
+
+    def skip_strings(self, count: int, what: str) -> None:
+        """Pass over `count` strings; the one loop that has to be quick (tokenizer tables)."""
+        unpack = _U64.unpack_from
+        while count:
+            self.need(8 * count, what)
+            self.fill(8)
+            window, at = self._window, self._at
+            last = len(window) - 8
+            while count and at <= last:
+                at += 8 + unpack(window, at)[0]
+                count -= 1
+            ahead, self._at = at - self._at, self._at
+            self.skip(ahead, what)
+
+
+def corrupt(source: ByteSource, what: str, offset: int | None = None) -> CheckpointError:
+    """Give the error for a weight file that is damaged or cut short."""
+    place = source.name if offset is None else f"{source.name}, byte {offset}"
+    return CheckpointError(
+        f"the GGUF file is damaged: {what}",
+        where=place,
+        hint="download it again and compare its sha256; a cut download is the usual cause",
+    )
+
+
+def read_gguf(source: ByteSource) -> GgufHeader:
+    """Read a header whole. Raises CheckpointError, naming the cause."""
+    cursor = _Cursor(source)
+    head = source.read(0, 512)
+    if head[:4] != b"GGUF":
+        raise wrong_format(source, "GGUF", head)
+    cursor.skip(4, "magic")
+    version = _version(cursor)
+    tensor_count, key_count = _COUNTS.unpack(cursor.take(16, "the counts"))
+    if tensor_count > MAX_TENSORS or tensor_count * 24 > cursor.left:
+        raise cursor.fail(f"{tensor_count} tensors are declared, more than can be there")
+    if key_count * 13 > cursor.left:
+        raise cursor.fail(f"{key_count} metadata keys are declared, more than can be there")
+    metadata = _metadata(cursor, key_count)
+    alignment = _alignment(cursor, metadata)
+    tensors, end = _tensors(cursor, tensor_count, alignment)
+    return GgufHeader(
+        source.name,
+        source.size,
+        version,
+        metadata,
+        tensors,
+        _align(cursor.position, alignment),
+        end,
+    )
+
+
+def _version(cursor: _Cursor) -> int:
+    version = cursor.u32("the version")
+    if version & 0xFFFF == 0 and version:
+        raise CheckpointError(
+            "this GGUF file is big-endian; only little-endian files can be served here",
+            where=cursor.source.name,
+            hint="convert it with llama.cpp's gguf_convert_endian.py, or take the usual file",
+        )
+    if version != 3:
+        raise CheckpointError(
+            f"this is GGUF version {version}; version 3 is what is read here",
+            where=cursor.source.name,
+            hint="convert the model again with a current llama.cpp"
+            if version < 3
+            else "this file is newer than this Bakehouse; take a version 3 file",
+        )
+    return version
+
+
+def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    for _ in range(count):
+        key = cursor.text("a metadata key", MAX_KEY)
+        if not key:
+            raise cursor.fail("a metadata key is empty")
+        if key in metadata:
+            raise cursor.fail(f"the metadata key {key!r} is there twice")
+        metadata[key] = _value(cursor, key)
+    return metadata
+
+
+def _value(cursor: _Cursor, key: str) -> Any:
+    kind = cursor.u32(f"the type of {key!r}")
+    if code := _SCALARS.get(kind):
+        return _scalars(cursor, key, kind, code, 1)[0]
+    if kind == _STRING:
+        return cursor.text(f"the value of {key!r}", MAX_STRING)
+    if kind != _ARRAY:
+        raise cursor.fail(f"the metadata key {key!r} has the unknown type {kind}")
+    element, count = cursor.u32(f"the type of {key!r}"), cursor.u64(f"the length of {key!r}")
+    what = f"the array {key!r}"
+    if code := _SCALARS.get(element):
+        width = struct.calcsize("<" + code)
+        cursor.need(count * width, what)
+        if count <= MAX_KEPT:
+            return _scalars(cursor, key, element, code, count)
+        cursor.skip(count * width, what)
+    elif element == _STRING:
+        cursor.need(count * 8, what)
+        if count <= 64:
+            return [cursor.text(what, MAX_STRING) for _ in range(count)]
+        cursor.skip_strings(count, what)
+    else:
+        raise cursor.fail(f"{what} has elements of type {element}, which cannot stand in an array")
+    return Array(element, count)
+
+
+def _scalars(cursor: _Cursor, key: str, kind: int, code: str, count: int) -> list[Any]:
+    form = struct.Struct(f"<{count}{code}")
+    values = form.unpack(cursor.take(form.size, f"the value of {key!r}"))
+    if kind == _BOOL:
+        if any(v > 1 for v in values):
+            raise cursor.fail(f"the metadata key {key!r} holds a boolean that is neither 0 nor 1")
+        return [bool(v) for v in values]
+    return list(values)
+
+
+def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
+        raise cursor.fail(f"general.alignment is {alignment!r}, not a power of two")
+    return alignment
+
+
+def _align(offset: int, alignment: int) -> int:
+    return offset + (-offset) % alignment
+
+
+def _tensors(cursor: _Cursor, count: int, alignment: int) -> tuple[tuple[Tensor, ...], int]:
+    found: list[tuple[str, tuple[int, ...], str, int, int]] = []
+    names: set[str] = set()
+    for _ in range(count):
+        name = cursor.text("a tensor's name", MAX_KEY)
+        if name in names:
+            raise cursor.fail(f"the tensor {name!r} is there twice")
+        names.add(name)
+        found.append((name, *_tensor(cursor, name, alignment)))
+    start = _align(cursor.position, alignment)
+    tensors = tuple(Tensor(n, shape, kind, start + at, size) for n, shape, kind, at, size in found)
+    end = start if tensors else cursor.position
+    for tensor in sorted(tensors, key=lambda t: (t.offset, t.size)):
+        if tensor.offset < end:
+            raise corrupt(cursor.source, f"the tensor {tensor.name!r} lies over another one")
+        end = tensor.offset + tensor.size
+        if end > cursor.source.size:
+            raise corrupt(
+                cursor.source,
+                f"truncated: the tensor {tensor.name!r} ends at byte {end}, the file has "
+                f"{cursor.source.size}",
+            )
+    return tensors, end
+
+
+def _tensor(cursor: _Cursor, name: str, alignment: int) -> tuple[tuple[int, ...], str, int, int]:
+    """Shape, type, offset from the start of the data, and size in bytes of one tensor."""
+    dimensions = cursor.u32(f"the shape of {name!r}")
+    if dimensions > MAX_DIMENSIONS:
+        raise cursor.fail(f"the tensor {name!r} has {dimensions} dimensions")
+    shape = struct.unpack(f"<{dimensions}Q", cursor.take(8 * dimensions, f"the shape of {name!r}"))
+    number = cursor.u32(f"the type of {name!r}")
+    offset = cursor.u64(f"the offset of {name!r}")
+    kind = GGML_TYPES.get(number)
+    if kind is None:
+        raise CheckpointError(
+            f"the tensor {name!r} has the type {REMOVED_GGML_TYPES[number]}, which llama.cpp no "
+            "longer reads"
+            if number in REMOVED_GGML_TYPES
+            else f"the tensor {name!r} has the type {number}, which is not known here",
+            where=f"{cursor.source.name}, byte {cursor.position}",
+            hint="take another quantisation, or one made with a current llama.cpp",
+        )
+    elements = 1
+    for length in shape:
+        elements *= length
+    if elements >= 2**63:
+        raise cursor.fail(f"the tensor {name!r} has the impossible shape {list(shape)}")
+    if (shape[0] if shape else 1) % kind.block:
+        raise cursor.fail(
+            f"the tensor {name!r} has rows of {shape[0] if shape else 1}, not whole "
+            f"{kind.name} blocks of {kind.block}"
+        )
+    if offset % alignment:
+        raise cursor.fail(f"the tensor {name!r} lies at {offset}, not a multiple of {alignment}")
+    return shape, kind.name, offset, elements // kind.block * kind.size

@@ -1,0 +1,222 @@
+"""From a GGUF's metadata to the model's shape, as llama.cpp (build 11434) reads the same keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bakehouse.checkpoints.gguf import Array
+from bakehouse.checkpoints.shape import Layer, LayerKind, ModelShape
+from bakehouse.errors import CheckpointError
+
+MAX_LAYERS = 4096
+
+SWA_PERIODS: dict[str, tuple[int, bool]] = {
+    "gemma2": (2, False), "gemma3": (6, False), "gemma3n": (5, False), "cohere2": (4, False),
+    "gpt-oss": (2, False), "llama4": (4, False), "olmo2": (4, False), "exaone4": (4, False),
+    "plamo3": (8, False), "smallthinker": (4, True), "mellum": (4, False),
+    "muse-glimmer": (4, False), "afmoe": (4, False),
+}  # fmt: skip
+"""Architecture to (period, whether the full layer comes first), where the file gives no pattern:
+one layer in each period is full. From src/models/*.cpp, `load_swa_pattern`."""
+
+FULL_INTERVALS = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4, "minimax-01": 8}
+"""Every how many layers attention is full in hybrids, where the file does not say."""
+
+PURELY_RECURRENT = {"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"}
+RECURRENT_BY_HEADS = {
+    "jamba", "granitehybrid", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe", "kimi-linear",
+    "bailingmoe3", "kimi-k3", "glm5-next", "plamo2",
+}  # fmt: skip
+"""Hybrids in which a layer without KV heads is a recurrent one."""
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Typed access to `ARCH.name` keys; a value of the wrong type is an error by name."""
+
+    metadata: dict[str, Any]
+    architecture: str
+    where: str
+
+    def number(self, name: str, default: int = 0) -> int:
+        value = self.metadata.get(f"{self.architecture}.{name}", default)
+        if isinstance(value, list) and value:
+            value = max(value, key=lambda v: v if isinstance(v, int) else -1)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**40:
+            raise self.wrong(name, value)
+        return value
+
+    def per_layer(self, name: str, layers: int, default: int) -> list[int]:
+        value = self.metadata.get(f"{self.architecture}.{name}", default)
+        if isinstance(value, Array) or (isinstance(value, list) and len(value) < layers):
+            raise self.wrong(name, value)
+        values = value[:layers] if isinstance(value, list) else [value] * layers
+        if any(not isinstance(v, int) or not 0 <= v < 2**40 for v in values):
+            raise self.wrong(name, value)
+        return [int(v) for v in values]
+
+    def has(self, name: str) -> bool:
+        return f"{self.architecture}.{name}" in self.metadata
+
+    def is_list(self, name: str) -> bool:
+        return isinstance(self.metadata.get(f"{self.architecture}.{name}"), list)
+
+    def wrong(self, name: str, value: Any) -> CheckpointError:
+        return CheckpointError(
+            f"the metadata key '{self.architecture}.{name}' holds {str(value)[:80]!r}, which "
+            "cannot be right",
+            where=self.where,
+            hint="the file was converted wrongly, or is damaged; get it again",
+        )
+
+
+def gguf_shape(metadata: dict[str, Any], where: str) -> ModelShape:
+    """Read the shape. Raises CheckpointError where a key holds what cannot be right.
+
+    `where` is the file's name, for messages.
+    """
+    architecture = metadata.get("general.architecture", "")
+    if not isinstance(architecture, str):
+        architecture = ""
+    keys = _Keys(metadata, architecture, where)
+    total = keys.number("block_count")
+    if total > MAX_LAYERS:
+        raise keys.wrong("block_count", total)
+    mtp = keys.number("nextn_predict_layers")
+    if mtp and mtp >= total:
+        raise keys.wrong("nextn_predict_layers", mtp)
+    trunk = total - mtp
+    assumptions: list[str] = []
+    layers = _layers(keys, total, trunk, assumptions)
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    vocabulary = keys.number("vocab_size") or (
+        tokens.length if isinstance(tokens, Array) else len(tokens or ())
+    )
+    heads = max(keys.per_layer("attention.head_count", total, 0), default=0)
+    return ModelShape(
+        architecture=architecture,
+        layers=tuple(layers[:trunk]),
+        mtp=tuple(layers[trunk:]),
+        heads=heads,
+        kv_heads=max(keys.per_layer("attention.head_count_kv", total, heads), default=0),
+        key_length=_head(keys, "key"),
+        value_length=_head(keys, "value"),
+        embedding=keys.number("embedding_length"),
+        vocabulary=vocabulary,
+        context_limit=keys.number("context_length") or None,
+        window=keys.number("attention.sliding_window") or None,
+        experts=keys.number("expert_count"),
+        experts_used=keys.number("expert_used_count"),
+        experts_shared=keys.number("expert_shared_count"),
+        vision=bool(metadata.get("clip.has_vision_encoder")),
+        assumptions=tuple(assumptions),
+    )
+
+
+def _head(keys: _Keys, side: str, suffix: str = "") -> int:
+    """Elements of one head's keys or values; llama.cpp's default is embedding / heads."""
+    if suffix and keys.has(f"attention.{side}_length{suffix}"):
+        return keys.number(f"attention.{side}_length{suffix}")
+    if keys.has(f"attention.{side}_length"):
+        return keys.number(f"attention.{side}_length")
+    heads = keys.number("attention.head_count")
+    return keys.number("embedding_length") // heads if heads else 0
+
+
+def _layers(keys: _Keys, total: int, trunk: int, assumptions: list[str]) -> list[Layer]:
+    heads = keys.per_layer("attention.head_count", total, 0)
+    kv_heads = keys.per_layer("attention.head_count_kv", total, 0)
+    if not keys.has("attention.head_count_kv"):
+        kv_heads = heads
+    sliding = _sliding(keys, total, trunk, assumptions)
+    recurrent = _recurrent(keys, total, trunk, kv_heads)
+    latent = bool(keys.number("attention.key_length_mla"))
+    shared_from = total - keys.number("attention.shared_kv_layers")
+    state = _state(keys)
+    if any(recurrent) and not state:
+        assumptions.append("the size of the recurrent state is not declared and counted as 0")
+    both = keys.architecture == "falcon-h1"
+    index_full = keys.per_layer("attention.indexer.types", min(trunk, total), 1)
+    layers = []
+    for i in range(total):
+        index = keys.number("attention.indexer.key_length")
+        if i < trunk and not index_full[i]:
+            index = 0
+        if recurrent[i]:
+            layers.append(Layer(LayerKind.RECURRENT, state=state))
+        elif not kv_heads[i] or (i >= shared_from and i < trunk):
+            layers.append(Layer(LayerKind.NONE))
+        elif latent:
+            keys_wide = _head(keys, "key") * kv_heads[i]
+            layers.append(Layer(LayerKind.LATENT, keys=keys_wide, index=index))
+        else:
+            suffix = "_swa" if sliding[i] else ""
+            layers.append(
+                Layer(
+                    LayerKind.SLIDING if sliding[i] else LayerKind.FULL,
+                    keys=_head(keys, "key", suffix) * kv_heads[i],
+                    values=_head(keys, "value", suffix) * kv_heads[i],
+                    index=index,
+                    state=state if both else 0,
+                )
+            )
+    return layers
+
+
+def _sliding(keys: _Keys, total: int, trunk: int, assumptions: list[str]) -> list[bool]:
+    """Which layers use a sliding window."""
+    none = [False] * total
+    if not keys.number("attention.sliding_window"):
+        return none
+    pattern = "attention.sliding_window_pattern"
+    if keys.is_list(pattern):
+        flags = keys.per_layer(pattern, trunk, 0)
+        return [bool(f) for f in flags] + [False] * (total - trunk)
+    period, dense_first = SWA_PERIODS.get(keys.architecture, (0, False))
+    period = keys.number(pattern) if keys.has(pattern) else period
+    if not period:
+        assumptions.append(
+            "a sliding window is declared, but not for which layers: all are counted as full"
+        )
+        return none
+    if dense_first:
+        return [i < trunk and i % period != 0 for i in range(total)]
+    return [i < trunk and i % period < period - 1 for i in range(total)]
+
+
+def _recurrent(keys: _Keys, total: int, trunk: int, kv_heads: list[int]) -> list[bool]:
+    """Which layers are linear or recurrent."""
+    architecture = keys.architecture
+    if keys.is_list("attention.recurrent_layers"):
+        flags = keys.per_layer("attention.recurrent_layers", trunk, 0)
+        return [bool(f) for f in flags] + [False] * (total - trunk)
+    if architecture in PURELY_RECURRENT:
+        return [True] * total
+    interval = keys.number("full_attention_interval", FULL_INTERVALS.get(architecture, 0))
+    if interval:
+        return [i < trunk and (i + 1) % interval != 0 for i in range(total)]
+    by_heads = architecture in RECURRENT_BY_HEADS or keys.has("kda.head_dim")
+    # Nemotron-H also has layers that are a feed-forward network and nothing else.
+    feed_forward = [0] * total
+    if architecture.startswith("nemotron_h"):
+        feed_forward = keys.per_layer("feed_forward_length", total, 0)
+    return [by_heads and not h and not f for h, f in zip(kv_heads, feed_forward, strict=True)]
+
+
+def _state(keys: _Keys) -> int:
+    """Elements of a recurrent layer's state for one sequence (`n_embd_r` + `n_embd_s`)."""
+    embedding = keys.number("embedding_length")
+    heads = keys.number("attention.head_count")
+    kernel = keys.number("ssm.conv_kernel")
+    if size := keys.number("wkv.head_size"):
+        return keys.number("token_shift_count", 2) * embedding + embedding * size
+    if cache := keys.number("shortconv.l_cache"):
+        return embedding * (cache - 1)
+    if head := keys.number("kda.head_dim"):
+        return 3 * (kernel - 1 if kernel else 3) * heads * head + head * head * heads
+    if keys.architecture == "minimax-01":
+        return _head(keys, "key") ** 2 * heads
+    inner, state = keys.number("ssm.inner_size"), keys.number("ssm.state_size")
+    groups = keys.number("ssm.group_count")
+    return max(kernel - 1, 0) * (inner + 2 * groups * state) + state * inner

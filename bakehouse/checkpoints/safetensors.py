@@ -1,0 +1,135 @@
+"""Safetensors headers: tensor places read without loading a tensor.
+
+The rules are those of the safetensors library (0.7): a header of at most 100 MB, tensors that lie
+one behind the other from the first byte to the last. A file that it would refuse is refused here,
+by name.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from bakehouse.checkpoints.identify import wrong_format
+from bakehouse.checkpoints.reader import ByteSource
+from bakehouse.checkpoints.tensors import SAFETENSORS_BITS, Tensor
+from bakehouse.errors import CheckpointError
+
+MAX_HEADER = 100_000_000
+"""Bytes: the limit of the format."""
+MAX_TENSORS = 500_000
+MAX_PUNCTUATION = 16 * MAX_TENSORS
+"""Brackets and commas in a header: each may cost an object, and a tensor needs about nine."""
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """What a safetensors file declares; tensors in the order in which they lie."""
+
+    name: str
+    file_size: int
+    metadata: dict[str, str]
+    tensors: tuple[Tensor, ...]
+    data_start: int
+
+
+def read_safetensors(source: ByteSource) -> SafetensorsHeader:
+    """Read a header whole. Raises CheckpointError, naming the cause."""
+    first = source.read(0, min(512, source.size))
+    length = int.from_bytes(first[:8], "little")
+    if len(first) < 9 or first[8:9] != b"{" or length > MAX_HEADER:
+        raise wrong_format(source, "safetensors", first)
+    if length > source.size - 8:
+        raise _corrupt(
+            source, f"truncated: its header takes {length} bytes, the file has {source.size}"
+        )
+    raw = source.read(8, length)
+    if len(raw) < length:
+        raise _corrupt(source, "truncated: the file ends before its size says so")
+    entries = _parse(source, raw)
+    metadata = entries.pop("__metadata__", {})
+    if not _is_text_map(metadata):
+        raise _corrupt(source, "its __metadata__ is not a map of text to text")
+    start = 8 + length
+    tensors = sorted(
+        (_tensor(source, name, entry, start) for name, entry in entries.items()),
+        key=lambda t: (t.offset, t.size),
+    )
+    end = start
+    for tensor in tensors:
+        if tensor.offset != end:
+            kind = "lies over another one" if tensor.offset < end else "leaves a gap before it"
+            raise _corrupt(source, f"the tensor {tensor.name!r} {kind}")
+        end += tensor.size
+    if end > source.size:
+        raise _corrupt(
+            source,
+            f"truncated: its tensors end at byte {end}, the file has {source.size}",
+        )
+    if end < source.size:
+        raise _corrupt(source, f"{source.size - end} bytes lie behind its last tensor")
+    return SafetensorsHeader(source.name, source.size, metadata, tuple(tensors), start)
+
+
+def _parse(source: ByteSource, raw: bytes) -> dict[str, Any]:
+    if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > MAX_PUNCTUATION:
+        raise _corrupt(source, f"its header describes more than {MAX_TENSORS} tensors")
+    try:
+        entries = json.loads(raw.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(source, f"its header is not JSON: {str(error)[:120]}") from error
+    if not isinstance(entries, dict):
+        raise _corrupt(source, "its header is not a JSON object")
+    return entries
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {key!r} is there twice")
+            seen.add(key)
+    return made
+
+
+def _is_text_map(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
+
+
+def _whole_numbers(value: Any) -> bool:
+    # bool is a kind of int in Python, and `true` is no length
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+
+
+def _tensor(source: ByteSource, name: str, entry: Any, start: int) -> Tensor:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _corrupt(source, f"the entry of tensor {name!r} lacks dtype, shape or data_offsets")
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    bits = SAFETENSORS_BITS.get(kind) if isinstance(kind, str) else None
+    if bits is None:
+        raise _corrupt(source, f"the tensor {name!r} has the type {kind!r}, not known here")
+    if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
+        raise _corrupt(source, f"shape or data_offsets of tensor {name!r} are not whole numbers")
+    total = bits
+    for dimension in shape:
+        total *= dimension
+        if total >= 2**64:
+            raise _corrupt(source, f"the tensor {name!r} has an impossible shape")
+    begin, end = offsets
+    if total % 8 or end - begin != total // 8:
+        raise _corrupt(
+            source,
+            f"the tensor {name!r} takes {end - begin} bytes, its shape and type {total / 8:g}",
+        )
+    return Tensor(name, tuple(shape), kind, start + begin, end - begin)
+
+
+def _corrupt(source: ByteSource, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the safetensors file is damaged: {what}",
+        where=source.name,
+        hint="download it again and compare its sha256; a cut download is the usual cause",
+    )

@@ -1,0 +1,206 @@
+"""What GGUF metadata and config.json say about a model, worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bakehouse.checkpoints.files import read_path
+from bakehouse.checkpoints.gguf_shape import gguf_shape
+from bakehouse.checkpoints.hf_shape import hf_shape, parse_config
+from bakehouse.checkpoints.shape import Layer, LayerKind
+from bakehouse.errors import CheckpointError
+from tests.support.checkpoints import explained, llama_metadata, safetensors_bytes, write
+
+
+def shape_of(architecture: str, **keys: Any) -> Any:
+    metadata = {f"{architecture}.{k.replace('__', '.')}": v for k, v in keys.items()}
+    return gguf_shape({"general.architecture": architecture, **metadata}, "m.gguf")
+
+
+def test_dense() -> None:
+    shape = gguf_shape(llama_metadata(), "m.gguf")
+    assert shape.layers == (Layer(LayerKind.FULL, keys=32, values=32),) * 2
+    assert (shape.heads, shape.kv_heads, shape.context_limit) == (4, 2, 2048)
+
+
+def test_kv_heads_for_each_layer_and_zero_for_none() -> None:
+    shape = shape_of(
+        "deci", block_count=3, embedding_length=64, attention__head_count=4,
+        attention__head_count_kv=[4, 0, 1],
+    )  # fmt: skip
+    assert [layer.keys for layer in shape.layers] == [64, 0, 16]
+    assert shape.layers[1].kind is LayerKind.NONE
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pattern", "full"),
+    [
+        ("gemma3", None, [5, 11]),
+        ("gpt-oss", None, [1, 3, 5, 7, 9, 11]),
+        ("smallthinker", None, [0, 4, 8]),
+        ("gemma3", 4, [3, 7, 11]),
+        ("gemma4", [True] * 11 + [False], [11]),
+        ("unheard-of", None, list(range(12))),
+    ],
+)
+def test_sliding_windows(architecture: str, pattern: Any, full: list[int]) -> None:
+    more = {} if pattern is None else {"attention__sliding_window_pattern": pattern}
+    shape = shape_of(
+        architecture, block_count=12, embedding_length=64, attention__head_count=4,
+        attention__sliding_window=512, **more,
+    )  # fmt: skip
+    assert [i for i, layer in enumerate(shape.layers) if layer.kind is LayerKind.FULL] == full
+    assert bool(shape.assumptions) == (architecture == "unheard-of")
+
+
+def test_glm_5_3_flash_as_llama_cpp_would_read_it() -> None:
+    # 45 layers, three linear to one sparse, one MTP layer behind them, MLA with an indexer
+    heads = [1 if (i + 1) % 4 == 0 or i == 45 else 0 for i in range(46)]
+    shape = shape_of(
+        "glm5-next", block_count=46, nextn_predict_layers=1, embedding_length=4096,
+        context_length=1_048_576, attention__head_count=32, attention__head_count_kv=heads,
+        attention__key_length=512, attention__value_length=512, attention__key_length_mla=192,
+        attention__value_length_mla=128, attention__kv_lora_rank=512,
+        attention__indexer__key_length=128, kda__head_dim=128, ssm__conv_kernel=4,
+        expert_count=288, expert_used_count=8, expert_shared_count=1,
+    )  # fmt: skip
+    assert len(shape.layers) == 45
+    assert shape.count(LayerKind.LATENT) == 11
+    assert shape.count(LayerKind.RECURRENT) == 34
+    assert shape.layers[3] == Layer(LayerKind.LATENT, keys=512, index=128)
+    state = 3 * 3 * 32 * 128 + 128 * 128 * 32
+    assert shape.layers[0] == Layer(LayerKind.RECURRENT, state=state)
+    assert shape.mtp == (Layer(LayerKind.LATENT, keys=512, index=128),)
+    assert (shape.experts, shape.experts_used, shape.latent) == (288, 8, True)
+
+
+def test_hybrid_by_interval_and_nemotron() -> None:
+    shape = shape_of(
+        "qwen3next", block_count=8, embedding_length=64, attention__head_count=4,
+        attention__head_count_kv=2, attention__key_length=32, attention__value_length=32,
+        ssm__conv_kernel=4, ssm__inner_size=128, ssm__state_size=16, ssm__group_count=2,
+    )  # fmt: skip
+    kinds = [layer.kind for layer in shape.layers]
+    assert kinds == [*[LayerKind.RECURRENT] * 3, LayerKind.FULL] * 2
+    assert shape.layers[0].state == 3 * (128 + 2 * 2 * 16) + 16 * 128
+    nemotron = shape_of(
+        "nemotron_h", block_count=3, embedding_length=64, attention__head_count=4,
+        attention__head_count_kv=[0, 0, 2], feed_forward_length=[0, 128, 0],
+        ssm__conv_kernel=4, ssm__inner_size=128, ssm__state_size=16, ssm__group_count=2,
+    )  # fmt: skip
+    assert [x.kind for x in nemotron.layers] == [
+        LayerKind.RECURRENT, LayerKind.NONE, LayerKind.FULL
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.block_count", 10**6),
+        ("llama.block_count", "two"),
+        ("llama.block_count", True),
+        ("llama.block_count", 1.5),
+        ("llama.attention.head_count_kv", [1]),
+        ("llama.attention.head_count_kv", ["a", "b"]),
+        ("llama.nextn_predict_layers", 2),
+        ("llama.embedding_length", 2**63),
+    ],
+)
+def test_metadata_that_cannot_be_right_is_named(key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=key):
+        gguf_shape({**llama_metadata(), key: value}, "m.gguf")
+
+
+KEYS = st.sampled_from(
+    ["block_count", "attention.head_count", "attention.head_count_kv", "nextn_predict_layers",
+     "attention.sliding_window", "attention.sliding_window_pattern", "attention.key_length",
+     "full_attention_interval", "ssm.conv_kernel", "shortconv.l_cache", "vocab_size",
+     "attention.indexer.types", "attention.shared_kv_layers", "attention.recurrent_layers"]
+)  # fmt: skip
+VALUES = st.integers(-3, 2**64) | st.text(max_size=3) | st.booleans() | st.floats()
+ARCHITECTURES = st.sampled_from(
+    ["llama", "gemma3", "qwen3next", "nemotron_h", "mamba", "minimax-01", "glm5-next", "", "x"]
+)
+
+
+@given(ARCHITECTURES, st.dictionaries(KEYS, VALUES | st.lists(VALUES | st.integers(0, 4))))
+def test_any_metadata_gives_a_value_or_a_clear_error(
+    architecture: str, keys: dict[str, Any]
+) -> None:
+    metadata = {f"{architecture}.{k}": v for k, v in keys.items()}
+    explained(lambda: gguf_shape({"general.architecture": architecture, **metadata}, "m.gguf"))
+
+
+GLM_CONFIG = {
+    "architectures": ["Glm5NextForConditionalGeneration"],
+    "model_type": "glm5_next",
+    "vision_config": {"depth": 24},
+    "text_config": {
+        "num_hidden_layers": 45, "num_nextn_predict_layers": 1, "hidden_size": 4096,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "n_routed_experts": 288,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "max_position_embeddings": 1048576,
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128,
+        "layer_types": (["linear_attention"] * 3 + ["deepseek_sparse_attention"]) * 11
+        + ["linear_attention"],
+    },
+}  # fmt: skip
+
+
+def test_a_config_with_text_vision_hybrid_layers_and_mtp() -> None:
+    shape = hf_shape(GLM_CONFIG, "config.json")
+    assert shape.architecture == "Glm5NextForConditionalGeneration"
+    assert (len(shape.layers), len(shape.mtp), shape.vision) == (45, 1, True)
+    assert shape.count(LayerKind.LATENT) == 11
+    assert shape.layers[3] == Layer(LayerKind.LATENT, keys=576, index=128)
+    assert (shape.experts, shape.experts_used, shape.experts_shared) == (288, 8, 1)
+    assert shape.context_limit == 1_048_576
+    assert any("recurrent state" in a for a in shape.assumptions)
+
+
+def test_a_plain_config_and_a_sliding_one() -> None:
+    plain = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 100}  # fmt: skip
+    assert hf_shape(plain, "c").layers == (Layer(LayerKind.FULL, keys=32, values=32),) * 2
+    sliding = {**plain, "sliding_window": 128,
+               "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+    assert [x.kind for x in hf_shape(sliding, "c").layers] == [LayerKind.SLIDING, LayerKind.FULL]
+
+
+@pytest.mark.parametrize("raw", [b"[]", b"{", b"\xff", b"[" * 10**5])
+def test_a_config_that_is_none(raw: bytes) -> None:
+    with pytest.raises(CheckpointError):
+        parse_config(raw, "config.json")
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*GLM_CONFIG["text_config"], *GLM_CONFIG, "sliding_window", "head_dim"]),
+        VALUES | st.none() | st.lists(VALUES) | st.dictionaries(st.text(max_size=3), VALUES),
+    )
+)
+def test_any_config_gives_a_value_or_a_clear_error(config: dict[str, Any]) -> None:
+    explained(lambda: hf_shape(config, "config.json"))
+
+
+def test_packed_weights_count_as_what_they_hold(tmp_path: Path) -> None:
+    tensors = {
+        "model.layers.0.mlp.up_proj.qweight": ("I32", [8, 16], bytes(512)),
+        "model.layers.0.mlp.up_proj.scales": ("F16", [1, 16], bytes(32)),
+        "model.layers.0.mlp.experts.1.w": ("F16", [10], bytes(20)),
+        "model.embed_tokens.weight": ("F16", [10], bytes(20)),
+        "lm_head.weight": ("F16", [10], bytes(20)),
+    }
+    write(tmp_path / "model.safetensors", safetensors_bytes(tensors))
+    config = {"num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 1,
+              "quantization_config": {"bits": 4}}  # fmt: skip
+    write(tmp_path / "config.json", json.dumps(config).encode())
+    checkpoint = read_path(tmp_path)
+    assert checkpoint.parameters == 8 * 16 * 8 + 30
+    assert checkpoint.bytes_per_token == 512 + 32 + 20 // 4 + 20
+    assert checkpoint.quantisation == "I32"
