@@ -1,1 +1,1 @@
-"""engines"""
+"""What each engine asks of Bakehouse: definitions, arguments, endpoints, acceptance."""

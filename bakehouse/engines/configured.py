@@ -1,0 +1,75 @@
+"""What a configured CMake build says about itself, and what was expected of it.
+
+An accept rule is a function from these to checks. Rules look only at what they are given, so that
+they are tested on recorded answers; `build.configure` collects the answers of a real build folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from bakehouse.base import Frozen
+from bakehouse.checks import Check
+
+
+class Compiler(Frozen):
+    """A compiler as CMake identified it, or as it was planned."""
+
+    path: str
+    version: str
+    id: str = ""
+    """CMake's name for its maker: GNU, Clang, NVIDIA."""
+
+
+class Expected(Frozen):
+    """What the plan asked for, in the terms in which CMake answers."""
+
+    generator: str
+    build_type: str
+    compilers: dict[str, Compiler]
+    """By CMake's name of the language: C, CXX, CUDA."""
+    forced: dict[str, str]
+    """Definitions that the engine needs exactly so."""
+    asked: dict[str, str]
+    """The recipe's own definitions, as they were passed."""
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A variable in CMake's cache. A type of UNINITIALIZED means that no project declared it."""
+
+    value: str
+    type: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target of the build. Artifacts are paths relative to the build folder, unless absolute."""
+
+    name: str
+    type: str
+    """EXECUTABLE, SHARED_LIBRARY, MODULE_LIBRARY, STATIC_LIBRARY and so on."""
+    artifacts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A build folder after configure."""
+
+    log: tuple[str, ...]
+    log_path: str
+    cache: Mapping[str, CacheEntry]
+    cache_path: str
+    generator: str
+    compilers: Mapping[str, Compiler]
+    targets: Mapping[str, Target] = field(default_factory=dict)
+
+    def line(self, number: int) -> str:
+        """Name a line of the log (counting from 1) as editors do."""
+        return f"{self.log_path}:{number}"
+
+
+AcceptRule = Callable[[Configured, Expected], Iterable[Check]]
+"""Judges a configured build before anything is compiled."""

@@ -1,0 +1,344 @@
+"""The tools of a build: CMake, Ninja, C and C++ compilers, strip, a compiler cache.
+
+CMake and Ninja come from the environment that Bakehouse runs in (they are PyPI packages), else
+from PATH; compilers from `CC` and `CXX`, else from PATH. What a tool *is* goes into the build
+digest: version line, target, assembler, linker, C and C++ library; where it lies does not.
+
+Asking takes a dozen short processes, so answers are remembered on disk for as long as every file
+that they came from keeps its size, modification time and inode: `plan` then starts no process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from bakehouse.base import Frozen, to_json
+from bakehouse.context import Context
+from bakehouse.errors import HostError
+from bakehouse.ports.process import environment
+from bakehouse.redact import clean
+
+ANSWER_S = 20.0
+"""Seconds within which a tool has to say its version."""
+OLDEST_CMAKE = (3, 20)
+"""The first whose file API names toolchains, which acceptance reads."""
+SYSTEM_PATH = ("/usr/local/bin", "/usr/bin", "/bin")
+LAUNCHERS = ("ccache", "sccache")
+MEMORY_FILE = "toolchain.json"
+
+Stamp = tuple[str, int, int, int]
+"""Path, size in bytes, modification time in ns, inode."""
+
+
+class Tool(Frozen):
+    """A program and what it is."""
+
+    path: str
+    version: str
+    """The bare number, such as 12.2.0, as CMake reports it for compilers."""
+    identity: str
+    """All about it that can shape what it makes."""
+
+
+class Tools(Frozen):
+    """Everything that a build calls."""
+
+    cmake: Tool
+    ninja: Tool
+    cc: Tool
+    cxx: Tool
+    strip: Tool
+    launcher: str | None = None
+    """Path of ccache or sccache, where there is one; it never changes a result."""
+
+    @property
+    def search_path(self) -> str:
+        """PATH for the build's children: the compilers' folders and the system's, no others."""
+        folders = [str(Path(tool.path).parent) for tool in (self.cc, self.cxx)]
+        return os.pathsep.join(dict.fromkeys([*folders, *SYSTEM_PATH]))
+
+
+def find_tools(ctx: Context) -> Tools:
+    """Find all tools and say what they are; HostError (9) for one that is missing or broken."""
+    memory = _Memory(ctx.places.cache / MEMORY_FILE)
+    cmake = _ask_cmake(ctx, memory, _beside_python(ctx, "cmake"))
+    ninja = _ask_ninja(ctx, memory, _beside_python(ctx, "ninja"))
+    cc, c_launcher = _compiler_path(ctx, "CC", ("cc", "gcc", "clang"))
+    cxx, cxx_launcher = _compiler_path(ctx, "CXX", ("c++", "g++", "clang++"))
+    tools = Tools(
+        cmake=cmake,
+        ninja=ninja,
+        cc=_ask_compiler(ctx, memory, cc, "c"),
+        cxx=_ask_compiler(ctx, memory, cxx, "c++"),
+        strip=_ask_strip(ctx, memory),
+        launcher=c_launcher or cxx_launcher or _launcher(ctx),
+    )
+    memory.save()
+    return tools
+
+
+class _Memory:
+    """Answers by path, each with the stamps of all files that it depends on."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.fresh = False
+        try:
+            self.known: dict[str, dict[str, object]] = dict(json.loads(file.read_text()))
+        except (OSError, ValueError, TypeError):
+            self.known = {}
+
+    def recall(self, key: str) -> Tool | None:
+        """Give what is known of a tool, if nothing that it rests on has changed."""
+        try:
+            entry = self.known[key]
+            stamps = entry["files"]
+            if not isinstance(stamps, list) or not stamps:
+                return None
+            if any(stamp(s[0]) != tuple(s) for s in stamps):
+                return None
+            return Tool.model_validate(entry["tool"])
+        except (KeyError, TypeError, ValueError, IndexError, OSError):
+            return None
+
+    def keep(self, key: str, tool: Tool, files: Iterable[str]) -> Tool:
+        """Remember an answer and the files that it came from."""
+        stamps = [list(stamp(f)) for f in dict.fromkeys(files) if os.path.exists(f)]
+        self.known[key] = {"tool": tool.to_data(), "files": stamps}
+        self.fresh = True
+        return tool
+
+    def save(self) -> None:
+        """Write what is new; a folder that cannot be written only costs time at the next plan."""
+        if not self.fresh:
+            return
+        part = self.file.with_name(f"{self.file.name}.{os.getpid()}")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(to_json(self.known))
+            part.replace(self.file)
+        except OSError:
+            part.unlink(missing_ok=True)
+
+
+def stamp(path: str) -> Stamp:
+    """Size, modification time and inode of what a path leads to; OSError where it is gone."""
+    found = os.stat(path)
+    return path, found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def _ask(ctx: Context, argv: tuple[str, ...], stdin: bytes | None = None) -> str:
+    """Give a tool's answer (standard output); HostError where it does not answer well."""
+    env = environment({"PATH": _search(ctx)}, ctx.environment)
+    said = ctx.processes.capture(argv, env=env, timeout=ANSWER_S, stdin=stdin)
+    if not said.ok:
+        lines = (said.err.strip() or said.out.strip() or f"exit code {said.code}").splitlines()
+        raise HostError(
+            f"{Path(argv[0]).name} does not work: {clean(lines[0])}",
+            where=shlex.join(argv),
+            hint="repair or reinstall it, or name another in the environment (CC, CXX, PATH)",
+        )
+    return said.out
+
+
+def _number(text: str, argv0: str) -> str:
+    """Give the first version number in an answer."""
+    if found := re.search(r"\d+(?:\.\d+)+", text):
+        return found[0]
+    said = clean(text.strip().partition("\n")[0])[:120]
+    raise HostError(
+        f"{Path(argv0).name} gives no version: it said '{said}'",
+        where=argv0,
+        hint="this is not the tool that its name says; put the right one first on PATH",
+    )
+
+
+def _first_line(text: str) -> str:
+    return clean(text.strip().partition("\n")[0].strip())
+
+
+def _ask_cmake(ctx: Context, memory: _Memory, path: str) -> Tool:
+    if known := memory.recall(path):
+        return known
+    version = _number(_ask(ctx, (path, "--version")), path)
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_CMAKE:
+        raise HostError(
+            f"CMake {version} is too old: 3.20 or newer is wanted",
+            where=path,
+            hint=f"run: {_pip()}",
+        )
+    return memory.keep(path, Tool(path=path, version=version, identity=f"cmake {version}"), (path,))
+
+
+def _ask_ninja(ctx: Context, memory: _Memory, path: str) -> Tool:
+    if known := memory.recall(path):
+        return known
+    version = _number(_ask(ctx, (path, "--version")), path)
+    return memory.keep(path, Tool(path=path, version=version, identity=f"ninja {version}"), (path,))
+
+
+def _ask_strip(ctx: Context, memory: _Memory) -> Tool:
+    path = shutil.which("strip", path=_search(ctx))
+    if path is None:
+        raise _missing("strip", _system_packages("binutils"))
+    if known := memory.recall(path):
+        return known
+    line = _first_line(_ask(ctx, (path, "--version")))
+    tool = Tool(path=path, version=_number(line, path), identity=line)
+    return memory.keep(path, tool, (path,))
+
+
+_MACROS = """\
+#ifdef __cplusplus
+#include <cstddef>
+#else
+#include <stddef.h>
+#include <limits.h>
+#endif
+bakehouse clang __clang_major__ __clang_minor__ __clang_patchlevel__
+bakehouse gnu __GNUC__ __GNUC_MINOR__ __GNUC_PATCHLEVEL__
+bakehouse glibc __GLIBC__ __GLIBC_MINOR__
+bakehouse libstdcxx _GLIBCXX_RELEASE __GLIBCXX__
+bakehouse libcxx _LIBCPP_VERSION
+"""
+
+
+def _ask_compiler(ctx: Context, memory: _Memory, path: str, language: str) -> Tool:
+    """Say what a compiler is, with the assembler, linker and libraries that it uses."""
+    key = f"{language} {path}"
+    if known := memory.recall(key):
+        return known
+    line = _first_line(_ask(ctx, (path, "--version")))
+    _number(line, path)
+    # GCC starts this line with the name that it was called by: cc and gcc are the same thing.
+    line = line.removeprefix(f"{Path(path).name} ")
+    target = _ask(ctx, (path, "-dumpmachine")).strip()
+    if not re.fullmatch(r"\w+(-[\w.]+)+", target):
+        raise HostError(
+            f"{Path(path).name} names no target machine: it said '{clean(target)[:80]}'",
+            where=f"{path} -dumpmachine",
+            hint="this is not a C or C++ compiler; set CC and CXX to one",
+        )
+    text = _ask(ctx, (path, "-E", "-x", language, "-"), stdin=_MACROS.encode())
+    macros = _macros(text)
+    compiler = macros.get("clang") or macros.get("gnu") or []
+    if len(compiler) < 3:
+        raise HostError(
+            f"{Path(path).name} is no compiler that Bakehouse knows (GCC or Clang)",
+            where=shlex.join((path, "-E", "-x", language, "-")),
+            hint="set CC and CXX to GCC or Clang",
+        )
+    parts = [line, f"target {target}"]
+    files = [path, os.path.realpath(path)]
+    for name in ("as", "ld"):
+        tool = _ask(ctx, (path, f"-print-prog-name={name}")).strip()
+        tool = tool if os.path.isabs(tool) else shutil.which(tool, path=_search(ctx)) or ""
+        if tool:
+            parts.append(f"{name} {_first_line(_ask(ctx, (tool, '--version')))}")
+            files += [tool, os.path.realpath(tool)]
+    parts += [
+        f"{name} {'.'.join(macros[name])}"
+        for name in ("glibc", "libstdcxx", "libcxx")
+        if macros.get(name)
+    ]
+    headers = re.findall(r'^# 1 "(/[^"]+)"', text, re.MULTILINE)
+    identity = "; ".join(parts)
+    tool_found = Tool(path=path, version=".".join(compiler), identity=identity)
+    return memory.keep(key, tool_found, [*files, *headers])
+
+
+def _macros(text: str) -> dict[str, list[str]]:
+    """Read what the preprocessor made of `_MACROS`: name to those values that are numbers."""
+    words = " ".join(ln for ln in text.splitlines() if not ln.startswith("#")).split("bakehouse ")
+    split = (part.split() for part in words[1:])
+    return {part[0]: [w for w in part[1:] if w.isdigit()] for part in split if part}
+
+
+def _search(ctx: Context) -> str:
+    """PATH for finding compilers: the user's order, then the system's folders."""
+    given = ctx.environment.get("PATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([*filter(os.path.isabs, given), *SYSTEM_PATH]))
+
+
+def _beside_python(ctx: Context, name: str) -> str:
+    """Find CMake or Ninja: as PyPI installed it beside this Python, else on PATH."""
+    # The `cmake` beside Python is a script around the program that lies in the package; going to
+    # the program itself saves starting a Python each time that a build calls CMake.
+    library = Path(sys.prefix, "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}")
+    program = library / "site-packages" / name / "data" / "bin" / name
+    for found in (program, Path(sys.executable).parent / name):
+        if os.access(found, os.X_OK):
+            return str(found)
+    if on_path := shutil.which(name, path=_search(ctx)):
+        return on_path
+    raise _missing(name, _pip())
+
+
+def _compiler_path(ctx: Context, variable: str, names: tuple[str, ...]) -> tuple[str, str | None]:
+    """Find a compiler and the compiler cache that `CC="ccache gcc"` names, if it does."""
+    given = ctx.environment.get(variable, "").strip()
+    if not given:
+        for name in names:
+            if found := shutil.which(name, path=_search(ctx)):
+                return found, None
+        kind = "C" if variable == "CC" else "C++"
+        raise _missing(f"a {kind} compiler", _system_packages("compilers"))
+    words = shlex.split(given)
+    launcher = words.pop(0) if len(words) > 1 and Path(words[0]).name in LAUNCHERS else None
+    if len(words) != 1:
+        raise HostError(
+            f"{variable} holds more than a compiler: '{clean(given)}'",
+            where=f"environment variable {variable}",
+            hint="put flags into the recipe, as build.cmake.CMAKE_C_FLAGS and CMAKE_CXX_FLAGS",
+        )
+    found = shutil.which(words[0], path=_search(ctx))
+    if found is None:
+        raise HostError(
+            f"{variable} names '{clean(words[0])}', which is not there",
+            where=f"environment variable {variable}",
+            hint=f"unset {variable}, or set it to a compiler that exists",
+        )
+    return os.path.abspath(found), shutil.which(launcher, path=_search(ctx)) if launcher else None
+
+
+def _launcher(ctx: Context) -> str | None:
+    for name in LAUNCHERS:
+        if found := shutil.which(name, path=_search(ctx)):
+            return found
+    return None
+
+
+def _missing(what: str, command: str) -> HostError:
+    return HostError(
+        f"this machine lacks {what}",
+        where="looked beside Python and on PATH",
+        hint=f"run: {command}",
+        id="tool-missing",
+    )
+
+
+def _pip() -> str:
+    return f"{shlex.quote(sys.executable)} -m pip install 'cmake>=3.31.8,<5' 'ninja>=1.11'"
+
+
+_PACKAGES: Mapping[str, Mapping[str, str]] = {
+    "apt-get": {"compilers": "install -y gcc g++ libc6-dev", "binutils": "install -y binutils"},
+    "dnf": {"compilers": "install -y gcc gcc-c++", "binutils": "install -y binutils"},
+    "zypper": {"compilers": "install -y gcc gcc-c++", "binutils": "install -y binutils"},
+    "pacman": {"compilers": "-S --noconfirm gcc", "binutils": "-S --noconfirm binutils"},
+    "apk": {"compilers": "add build-base", "binutils": "add binutils"},
+}
+
+
+def _system_packages(what: str) -> str:
+    """Give the command that installs compilers (or binutils) on this kind of system."""
+    manager = next((m for m in _PACKAGES if shutil.which(m)), "apt-get")
+    sudo = "" if os.geteuid() == 0 else "sudo "
+    return f"{sudo}{manager} {_PACKAGES[manager][what]}"
