@@ -7,6 +7,7 @@ nothing that cannot: not jobs, caches, ports, run ids or log paths.
 from __future__ import annotations
 
 from bakehouse.base import Frozen, digest
+from bakehouse.engines.configured import Expected
 
 
 class Step(Frozen):
@@ -53,11 +54,19 @@ class BuildPlan(Frozen):
 
     digest: str
     inputs: BuildInputs
+    expected: Expected
+    """What acceptance compares the configured build with."""
     steps: tuple[Step, ...]
+    work: str
+    """The folder that it is made in. A second build at the same time takes the next one."""
     artifact: str
     """The folder that the artifact is renamed to, last."""
     server: str
     """Path of the server's binary inside the finished artifact."""
+
+    def step(self, id: str) -> Step:  # noqa: A002
+        """Give a step by its id; KeyError where there is none."""
+        return {step.id: step for step in self.steps}[id]
 
 
 class ServePlan(Frozen):

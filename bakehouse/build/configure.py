@@ -1,0 +1,75 @@
+"""Ask CMake what it made of a configure: its file API (CMake 3.20 and newer)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bakehouse.engines.configured import CacheEntry, Compiler, Configured, Target
+
+_QUERY = ".cmake/api/v1/query/client-bakehouse/query.json"
+_REPLY = ".cmake/api/v1/reply"
+_KINDS = (("codemodel", 2), ("cache", 2), ("toolchains", 1))
+
+
+def ask(folder: Path) -> None:
+    """Leave the questions in a build folder, before configure runs."""
+    query = folder / _QUERY
+    query.parent.mkdir(parents=True, exist_ok=True)
+    requests = [{"kind": kind, "version": version} for kind, version in _KINDS]
+    query.write_text(json.dumps({"requests": requests}))
+
+
+def read(folder: Path, log: Path) -> Configured:
+    """Collect the answers; what is missing stays empty, and its checks come out as unknown."""
+    replies, generator = _replies(folder / _REPLY)
+    entries = replies.get("cache", {}).get("entries", [])
+    toolchains = replies.get("toolchains", {}).get("toolchains", [])
+    return Configured(
+        log=tuple(log.read_text(errors="replace").splitlines()),
+        log_path=str(log),
+        cache={e["name"]: CacheEntry(value=e["value"], type=e["type"]) for e in entries},
+        cache_path=str(folder / "CMakeCache.txt"),
+        generator=generator,
+        compilers={
+            t["language"]: Compiler(
+                path=t["compiler"].get("path", ""),
+                version=t["compiler"].get("version", ""),
+                id=t["compiler"].get("id", ""),
+            )
+            for t in toolchains
+        },
+        targets=_targets(folder / _REPLY, replies.get("codemodel", {})),
+    )
+
+
+def _replies(folder: Path) -> tuple[dict[str, Any], str]:
+    """Answers by kind, and the generator's name; the newest index is the one that counts."""
+    indexes = sorted(folder.glob("index-*.json"))
+    if not indexes:
+        return {}, ""
+    index = _json(indexes[-1])
+    own = index.get("reply", {}).get("client-bakehouse", {}).get("query.json", {})
+    answers = {}
+    for response in own.get("responses", []):
+        if "jsonFile" in response:
+            answers[response["kind"]] = _json(folder / response["jsonFile"])
+    return answers, index.get("cmake", {}).get("generator", {}).get("name", "")
+
+
+def _targets(folder: Path, codemodel: dict[str, Any]) -> dict[str, Target]:
+    found = {}
+    for configuration in codemodel.get("configurations", [])[:1]:
+        for entry in configuration.get("targets", []):
+            target = _json(folder / entry["jsonFile"])
+            found[target["name"]] = Target(
+                name=target["name"],
+                type=target.get("type", ""),
+                artifacts=tuple(a["path"] for a in target.get("artifacts", [])),
+            )
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text()))

@@ -1,0 +1,197 @@
+"""An artifact for a plan: the one that is there, once its files verify, or a new one."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bakehouse.base import to_json
+from bakehouse.build import artifact as files
+from bakehouse.build import steps
+from bakehouse.build.artifact import Artifact, BuildRecord, Damaged, StepTime
+from bakehouse.build.install import FOLDER_MODE, install
+from bakehouse.build.work import digest_lock, moved, work_folder
+from bakehouse.checks import Check
+from bakehouse.context import Context
+from bakehouse.errors import HostError
+from bakehouse.lock import Lock
+from bakehouse.plan.types import BuildPlan
+from bakehouse.records.store import Run
+
+RECORD_MODE = 0o644
+
+
+def ensure(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> Artifact:
+    """Give the plan's artifact, building it unless it is there and whole.
+
+    Raises BuildFailed (6) where a step fails or is not accepted, HostError (9) where this machine
+    lacks a tool, memory or disk, LockError (4) where the source does not match its pin.
+    """
+    started = ctx.clock.monotonic()
+    folder = Path(plan.artifact)
+    run.pin(build=plan.digest)
+    with _disk_explained(folder.parent):
+        if (found := _look(folder)) and isinstance(found, BuildRecord):
+            return _given(ctx, plan, run, found, started, reused=True)
+        with digest_lock(ctx, folder.parent, plan.digest):
+            found = _look(folder)
+            if isinstance(found, BuildRecord):
+                return _given(ctx, plan, run, found, started, reused=True)
+            if isinstance(found, Damaged):
+                _set_aside(ctx, run, folder, found)
+            with work_folder(ctx, plan) as work:
+                record = _build(ctx, lock, moved(plan, work), run)
+    return _given(ctx, plan, run, record, started, reused=False)
+
+
+def _look(folder: Path) -> BuildRecord | Damaged | None:
+    """Say what lies in an artifact's place."""
+    if not folder.exists():
+        return None
+    try:
+        return files.verify(folder)
+    except Damaged as error:
+        return error
+
+
+def _set_aside(ctx: Context, run: Run, folder: Path, why: Damaged) -> None:
+    """Move a damaged artifact out of the way; only the latest of each digest is kept."""
+    aside = folder.parent / ".damaged" / folder.name
+    ctx.progress.say(f"the artifact is damaged ({why}); set aside in {aside}, building it again")
+    run.fact("damaged", {"why": str(why), "aside": str(aside)})
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    steps.clear(aside)
+    folder.rename(aside)
+
+
+def _build(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> BuildRecord:
+    """Take every step, then rename the finished folder into place."""
+    started = ctx.clock.monotonic()
+    times: list[StepTime] = []
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        began = ctx.clock.monotonic()
+        yield
+        times.append(StepTime(id=name, seconds=round(ctx.clock.monotonic() - began, 3)))
+
+    work = Path(plan.work)
+    for name, tool in (("cmake", "cmake"), ("C compiler", "cc"), ("C++ compiler", "cxx")):
+        run.version(name, plan.inputs.tools[tool])
+    with timed("source"), run.step("source"):
+        write_source(ctx, lock, work / "src")
+    with timed("configure"):
+        configured = steps.configure(ctx, lock, plan, run)
+    with timed("accept"):
+        checks = steps.accept(plan, run, configured)
+    with timed("compile"):
+        steps.compile_targets(ctx, plan, run)
+    step = plan.step("install")
+    with timed("install"), run.step(step.id, step.argv) as taken:
+        installed = install(ctx, plan, step, configured, taken.log)
+    run.checks(installed.checks)
+    steps.all_passed("the built files would not find each other", installed.checks)
+    with timed("verify"):
+        checks += installed.checks + steps.verify(ctx, plan, run)
+    record = _record(ctx, plan, run, checks, installed.system, times, started)
+    _place(work / "stage", Path(plan.artifact), record)
+    return record
+
+
+def write_source(ctx: Context, lock: Lock, target: Path) -> None:
+    """Fetch the locked source if it is not here yet, and write its tree."""
+    # Imported here because `plan` passes through this package and needs no network code.
+    tree = importlib.import_module("bakehouse.sources.tree")
+    tree.ensure_tree(ctx, lock)
+    tree.materialise(ctx, lock, target)
+
+
+def _record(
+    ctx: Context,
+    plan: BuildPlan,
+    run: Run,
+    checks: tuple[Check, ...],
+    system: tuple[str, ...],
+    times: list[StepTime],
+    started: float,
+) -> BuildRecord:
+    listed = files.list_files(Path(plan.work) / "stage")
+    return BuildRecord(
+        digest=plan.digest,
+        content=files.content_digest(listed),
+        inputs=plan.inputs,
+        tools={
+            "cmake": plan.step("configure").argv[0],
+            "ninja": plan.step("compile").argv[0],
+            "strip": plan.step("install").argv[0],
+            **{name: c.path for name, c in plan.expected.compilers.items()},
+        },
+        files=listed,
+        system_libraries=system,
+        checks=checks,
+        steps=tuple(times),
+        seconds=round(ctx.clock.monotonic() - started, 3),
+        built=ctx.clock.now().isoformat(timespec="seconds"),
+        run=run.id,
+    )
+
+
+def _place(stage: Path, artifact: Path, record: BuildRecord) -> None:
+    """Write the record, make sure that all is on disk, and rename: it is there whole, or not."""
+    path = stage / files.RECORD
+    path.write_text(to_json(record))
+    path.chmod(RECORD_MODE)
+    stage.chmod(FOLDER_MODE)
+    for name in (files.RECORD, *(file.path for file in record.files)):
+        with (stage / name).open("rb") as file:
+            os.fsync(file.fileno())
+    stage.rename(artifact)
+    folder = os.open(artifact.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _given(
+    ctx: Context, plan: BuildPlan, run: Run, record: BuildRecord, started: float, *, reused: bool
+) -> Artifact:
+    """Turn a record into the artifact, and note it in the run."""
+    if reused:
+        run.checks(record.checks)
+    else:
+        files.verify(Path(plan.artifact))
+    artifact = Artifact(
+        folder=plan.artifact,
+        server=plan.server,
+        digest=plan.digest,
+        content=record.content,
+        files=record.files,
+        checks=record.checks,
+        reused=reused,
+        seconds=round(ctx.clock.monotonic() - started, 3),
+        build_seconds=record.seconds,
+    )
+    run.fact("artifact", artifact.to_data())
+    return artifact
+
+
+@contextmanager
+def _disk_explained(folder: Path) -> Iterator[None]:
+    """Turn what the file system says into an error that a person can act on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise steps.disk_full(str(error.filename or folder)) from error
+        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
+            raise HostError(
+                f"the cache folder cannot be written: {error.strerror}",
+                where=str(error.filename or folder),
+                hint="mend its permissions, or set BAKEHOUSE_HOME to a folder of your own",
+            ) from error
+        raise

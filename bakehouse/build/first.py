@@ -1,0 +1,136 @@
+"""The first error in what CMake, Ninja, compilers and linkers print; the last one misleads.
+
+Wordings of GCC, Clang, GNU as and ld, lld, nvcc, ptxas, Ninja and CMake.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bakehouse.redact import clean
+
+_FILE = r"(?P<file>[^\s:()][^:()]*?)"
+_PATTERNS = (
+    # GCC, Clang, GNU as: file:line:column: error: …
+    re.compile(
+        _FILE + r":(?P<line>\d+):(?:(?P<column>\d+):)?\s+"
+        r"(?:(?:fatal |internal compiler )?error:|Error:) (?P<message>.+)"
+    ),
+    # nvcc: file(line): error: …, and error #20012-D:
+    re.compile(
+        _FILE + r"\((?P<line>\d+)\)\s*: (?:catastrophic |internal )?error(?: #[\w-]+)?: "
+        r"(?P<message>.+)"
+    ),
+    # A linker's missing symbol, with line information or only a section.
+    re.compile(
+        r"(?:\S*ld(?:\.\w+)?: )?" + _FILE + r":(?:(?P<line>\d+)|\(\.[^)]+\)): "
+        r"(?P<message>(?:undefined reference|multiple definition|relocation) .+)"
+    ),
+    re.compile(r"(?P<message>(?:ptxas|nvlink|fatbinary|cicc|nvcc)\s*(?:fatal|error)\s*:.+)"),
+    re.compile(r"(?P<message>\S*\bld(?:\.\w+)?: (?!.*(?:warning:|: in function )).+)"),
+    # A driver speaks for a program that died: cc: fatal error: Killed signal terminated …
+    re.compile(r"(?P<message>[\w.+/-]+: (?:fatal |internal compiler )?error: .+)"),
+    re.compile(r"(?P<message>ninja: (?:error|fatal): .+)"),
+    re.compile(r"(?P<message>(?:Error|ERROR): .+)"),
+)
+_CMAKE_AT = re.compile(r"CMake Error at (?P<file>.+?):(?P<line>\d+) \((?P<command>[^)]*)\):")
+_CMAKE = re.compile(r"CMake Error(?: in (?P<file>[^:]+))?:\s*(?P<message>.*)")
+_STATUS = re.compile(r"\[\d+/\d+")
+
+
+@dataclass(frozen=True)
+class FirstError:
+    """An error as it was printed. Lines and columns count from 1."""
+
+    message: str
+    log_line: int
+    file: str | None = None
+    line: int | None = None
+    column: int | None = None
+
+    def place(self, log: str) -> str:
+        """Name file and line, then the line of the log."""
+        spot = ""
+        if self.file:
+            spot = ":".join(str(p) for p in (self.file, self.line, self.column) if p is not None)
+            spot = f"{clean(spot)}, "
+        return f"{spot}{log}:{self.log_line}"
+
+
+def first_cmake_error(lines: Sequence[str], roots: Sequence[str] = ()) -> FirstError | None:
+    """Find the first error that CMake prints; `roots` are cut from the front of file names."""
+    for index, line in enumerate(lines):
+        if found := _CMAKE_AT.match(line.strip()):
+            message = _indented(lines, index + 1) or f"in {found['command']}"
+            return FirstError(
+                clean(message), index + 1, _short(found["file"], roots), int(found["line"])
+            )
+        if found := _CMAKE.match(line.strip()):
+            message = found["message"] or _indented(lines, index + 1) or "CMake gave no reason"
+            file = _short(found["file"], roots) if found["file"] else None
+            return FirstError(clean(message), index + 1, file)
+    return None
+
+
+def _indented(lines: Sequence[str], start: int) -> str:
+    """Join the indented paragraph that follows a CMake error's heading."""
+    words: list[str] = []
+    for line in lines[start : start + 40]:
+        if line.strip() and not line.startswith("  "):
+            break
+        if not line.strip() and words:
+            break
+        words += line.split()
+    return " ".join(words)
+
+
+def first_build_error(lines: Sequence[str], roots: Sequence[str] = ()) -> FirstError | None:
+    """Find the first error of a build: in the first command that failed, its first complaint."""
+    start = next((n for n, line in enumerate(lines) if line.startswith("FAILED: ")), None)
+    if start is None:
+        return _first_in(lines, 0, len(lines), roots)
+    end = next(
+        (n for n in range(start + 1, len(lines)) if _STATUS.match(lines[n])
+         or lines[n].startswith(("FAILED: ", "ninja: "))),
+        len(lines),
+    )  # fmt: skip
+    if found := _first_in(lines, start + 1, end, roots):
+        return found
+    # The command itself stands on the line after FAILED; what it printed comes after that.
+    for index in range(start + 2, end):
+        if lines[index].strip():
+            return FirstError(clean(lines[index].strip()), index + 1)
+    what = lines[start].removeprefix("FAILED: ").strip()
+    return FirstError(clean(f"{what} failed without a word"), start + 1)
+
+
+def _first_in(
+    lines: Sequence[str], start: int, end: int, roots: Sequence[str]
+) -> FirstError | None:
+    for index in range(start, end):
+        line = lines[index].strip()
+        if line.startswith("CMake Error") and (found := first_cmake_error(lines[index:end], roots)):
+            return FirstError(
+                found.message, found.log_line + index, found.file, found.line, found.column
+            )
+        for pattern in _PATTERNS:
+            if match := pattern.match(line):
+                said = match.groupdict()
+                return FirstError(
+                    clean(said["message"]),
+                    index + 1,
+                    _short(said["file"], roots) if said.get("file") else None,
+                    int(said["line"]) if said.get("line") else None,
+                    int(said["column"]) if said.get("column") else None,
+                )
+    return None
+
+
+def _short(file: str, roots: Sequence[str]) -> str:
+    """Cut the work folder from a file's name."""
+    for root in roots:
+        if file.startswith(root + "/"):
+            return file[len(root) + 1 :]
+    return file

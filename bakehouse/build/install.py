@@ -1,0 +1,138 @@
+"""From a build folder to an artifact's files: the targets and what they load, stripped."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bakehouse.build.elf import Dynamic, read_dynamic
+from bakehouse.checks import Check, check
+from bakehouse.context import Context
+from bakehouse.engines.configured import Configured
+from bakehouse.errors import BuildFailed
+from bakehouse.plan.types import BuildPlan, Step
+from bakehouse.ports.process import environment
+
+PROGRAM_MODE, LIBRARY_MODE, FOLDER_MODE = 0o755, 0o644, 0o755
+STRIP_S = 300.0
+"""Seconds for one file; CUDA libraries have hundreds of megabytes."""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What was put together. `system` are the libraries that the machine has to bring."""
+
+    checks: tuple[Check, ...]
+    system: tuple[str, ...]
+
+
+def choose(folder: Path, configured: Configured, targets: Iterable[str]) -> dict[str, Path]:
+    """Say which built files make up the artifact, by the name that they get in `bin/`.
+
+    The targets' own programs and libraries; every library of the build that they load, under the
+    name by which they ask for it; and modules, which are loaded from beside the program at run time
+    (GGML_BACKEND_DL). Raises BuildFailed where a target left nothing.
+    """
+    libraries: dict[str, Path] = {}
+    chosen: dict[str, Path] = {}
+    for target in configured.targets.values():
+        files = [folder / name for name in target.artifacts]
+        if target.type == "SHARED_LIBRARY":
+            for file in filter(Path.exists, files):
+                libraries[_soname(file) or file.name] = file
+        elif target.type == "MODULE_LIBRARY":
+            chosen |= {file.name: file for file in files if file.exists()}
+    for name in targets:
+        target = configured.targets[name]
+        files = [folder / a for a in target.artifacts]
+        if target.type in {"EXECUTABLE", "SHARED_LIBRARY"} and not any(map(Path.exists, files)):
+            raise BuildFailed(
+                f"the build ended well and left no {name}",
+                where=str(files[0]) if files else name,
+                hint="look into the compile log",
+            )
+        if target.type == "EXECUTABLE":
+            chosen |= {file.name: file for file in files if file.exists()}
+        elif target.type == "SHARED_LIBRARY":
+            chosen |= {n: f for n, f in libraries.items() if f in files}
+    todo = list(chosen.values())
+    while todo:
+        for needed in (_dynamic(todo.pop()) or Dynamic()).needed:
+            if needed in libraries and needed not in chosen:
+                chosen[needed] = libraries[needed]
+                todo.append(libraries[needed])
+    return dict(sorted(chosen.items()))
+
+
+def _dynamic(file: Path) -> Dynamic | None:
+    try:
+        return read_dynamic(file)
+    except ValueError as error:
+        raise BuildFailed(
+            f"the linker left a damaged file: {error}", where=str(file), hint="build again"
+        ) from error
+
+
+def _soname(file: Path) -> str | None:
+    found = _dynamic(file)
+    return found.soname if found else None
+
+
+def install(
+    ctx: Context, plan: BuildPlan, step: Step, configured: Configured, log: Path
+) -> Installed:
+    """Strip every chosen file into `stage/bin`, with fixed modes, and judge what came out."""
+    stage = Path(plan.work) / "stage"
+    target = stage / "bin"
+    target.mkdir(mode=FOLDER_MODE)
+    chosen = choose(Path(plan.work) / "build", configured, plan.inputs.targets)
+    for name, file in chosen.items():
+        out = target / name
+        if read_dynamic(file) is None:
+            shutil.copyfile(file, out)
+        else:
+            argv = tuple(a.replace("{name}", name).replace("{file}", str(file)) for a in step.argv)
+            done = ctx.processes.run(argv, env=environment(step.env), log=log, timeout=STRIP_S)
+            if not done.ok:
+                raise BuildFailed(
+                    f"strip failed on {name}: {(done.lines or ('without a word',))[0]}",
+                    where=str(log),
+                    hint="see the log",
+                )
+        out.chmod(PROGRAM_MODE if _is_program(configured, name) else LIBRARY_MODE)
+    stage.chmod(FOLDER_MODE)
+    return _judge(target, chosen)
+
+
+def _is_program(configured: Configured, name: str) -> bool:
+    return any(
+        t.type == "EXECUTABLE" and name in {Path(a).name for a in t.artifacts}
+        for t in configured.targets.values()
+    )
+
+
+def _judge(folder: Path, chosen: Iterable[str]) -> Installed:
+    """Check that the files find each other wherever the folder lies."""
+    system: set[str] = set()
+    astray = []
+    for name in chosen:
+        found = read_dynamic(folder / name)
+        if found is None:
+            continue
+        own = [n for n in found.needed if (folder / n).exists()]
+        system |= set(found.needed) - set(own)
+        paths = [p for p in (found.run_path or "").split(":") if p]
+        if (own and paths != ["$ORIGIN"]) or any(p != "$ORIGIN" for p in paths):
+            astray.append(f"{name}: {found.run_path or 'none'}")
+    checks = (
+        check(
+            "artifact.run_path",
+            "$ORIGIN in every file that loads another",
+            "; ".join(astray) if astray else "$ORIGIN",
+            str(folder),
+            ok=not astray,
+        ),
+    )
+    return Installed(checks, tuple(sorted(system)))

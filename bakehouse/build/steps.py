@@ -1,0 +1,176 @@
+"""The steps of a build, each with its own log in the run's folder."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+from bakehouse.build import configure as file_api
+from bakehouse.build.first import FirstError, first_build_error, first_cmake_error
+from bakehouse.build.ninja import NinjaWatch
+from bakehouse.checks import Check, check, not_passed
+from bakehouse.context import Context
+from bakehouse.engines.configured import Configured
+from bakehouse.engines.llamacpp.accept import RULES
+from bakehouse.engines.llamacpp.cmake import git_stand_in
+from bakehouse.errors import BakehouseError, BuildFailed, HostError
+from bakehouse.lock import Lock
+from bakehouse.plan.types import BuildPlan
+from bakehouse.ports.process import Captured, Finished, environment
+from bakehouse.records.store import Run
+from bakehouse.redact import clean
+
+VERSION_S = 60.0
+"""Seconds within which a finished server has to say its version."""
+NO_SPACE = "No space left on device"
+
+
+def configure(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> Configured:
+    """Run CMake and read its answers; BuildFailed with its first error."""
+    work = Path(plan.work)
+    step = plan.step("configure")
+    git = work / "tools" / "git"
+    git.write_text(git_stand_in(lock))
+    git.chmod(0o755)
+    file_api.ask(work / "build")
+    ctx.progress.say("configure")
+    with run.step(step.id, step.argv) as taken:
+        done = ctx.processes.run(
+            step.argv, env=environment(step.env), cwd=work, log=taken.log, keep_lines=20_000
+        )
+        taken.ended(done)
+    if not done.ok:
+        roots = (str(work / "src"), str(work))
+        raise _failure("configure", done, first_cmake_error(done.lines, roots), taken.log)
+    return file_api.read(work / "build", taken.log)
+
+
+def accept(plan: BuildPlan, run: Run, configured: Configured) -> tuple[Check, ...]:
+    """Judge a configured build by every rule; BuildFailed unless all pass."""
+    with run.step("accept"):
+        checks = tuple(c for rule in RULES for c in rule(configured, plan.expected))
+    run.checks(checks)
+    all_passed("what CMake configured is not what was asked for", checks)
+    return checks
+
+
+def all_passed(what: str, checks: tuple[Check, ...]) -> None:
+    """Raise BuildFailed unless there are checks and every one passed."""
+    missing = not_passed(checks)
+    if missing or not checks:
+        says = "; ".join(f"{c.id} {c.verdict}: {c.observed}" for c in missing) or "no evidence"
+        raise BuildFailed(
+            f"{what}: {says}",
+            where=missing[0].where if missing else None,
+            hint=f"expected: {missing[0].expected}" if missing else None,
+            id="not-accepted",
+            checks=checks,
+        )
+
+
+def compile_targets(ctx: Context, plan: BuildPlan, run: Run) -> None:
+    """Run Ninja, showing how far it is; BuildFailed with the first error."""
+    work = Path(plan.work)
+    step = plan.step("compile")
+    (work / "tmp").mkdir(exist_ok=True)
+    with run.step(step.id, step.argv) as taken, ctx.progress.bar("compile", "steps") as bar:
+        watch = NinjaWatch(bar)
+        done = ctx.processes.run(
+            step.argv,
+            env=environment(step.env),
+            cwd=work,
+            log=taken.log,
+            on_line=watch.line,
+            keep_lines=1,
+        )
+        taken.ended(done)
+    if not done.ok:
+        lines = taken.log.read_text(errors="replace").splitlines()
+        # Ninja runs compilers in the build folder, where its own files have relative names.
+        roots = (str(work / "src"), "../src", str(work))
+        raise _failure("compile", done, first_build_error(lines, roots), taken.log)
+
+
+def _failure(what: str, done: Finished, first: FirstError | None, log: Path) -> BakehouseError:
+    """Say why a step failed: its first error, or the machine's own lack."""
+    if done.signal:
+        return BuildFailed(
+            f"{what} was ended by {done.signal}",
+            where=str(log),
+            hint="if nobody did that, the kernel may have: look for 'Out of memory' in its log",
+        )
+    text = first.message if first else f"{what} ended with code {done.code}"
+    where = first.place(str(log)) if first else str(log)
+    if NO_SPACE in text or _log_says(log, NO_SPACE):
+        return disk_full(str(log))
+    if "Killed signal terminated program" in text:
+        return HostError(
+            f"memory ran out while compiling: {text}",
+            where=where,
+            hint="compile fewer files at once: --jobs 1",
+        )
+    return BuildFailed(f"{what} failed: {text}", where=where, hint=f"the whole log: {log}")
+
+
+def _log_says(log: Path, text: str) -> bool:
+    try:
+        return text in log.read_text(errors="replace")
+    except OSError:
+        return False
+
+
+def disk_full(where: str) -> HostError:
+    """Make the error for a full disk."""
+    return HostError(
+        "the disk is full; what was being built has been removed",
+        where=where,
+        hint="free some space (a CPU build takes about 1 GiB, a CUDA build 10 GiB), then repeat",
+        id="disk-full",
+    )
+
+
+def verify(ctx: Context, plan: BuildPlan, run: Run) -> tuple[Check, ...]:
+    """Run the installed server for its version; BuildFailed unless it runs and shows the pin."""
+    step = plan.step("verify")
+    with run.step(step.id, step.argv) as taken:
+        said = ctx.processes.capture(
+            step.argv,
+            env=environment(step.env),
+            cwd=Path(step.cwd) if step.cwd else None,
+            timeout=VERSION_S,
+        )
+        taken.log.write_text(said.out + said.err)
+        taken.ended(said)
+    checks = judge_version(said, plan.inputs.stamp, plan.inputs.number)
+    run.checks(checks)
+    all_passed("the server that was built does not prove itself", checks)
+    return checks
+
+
+def judge_version(said: Captured, stamp: str, number: int) -> tuple[Check, ...]:
+    """Judge what `llama-server --version` said: that it runs, and that it is the pinned source."""
+    where = shlex.join(said.argv)
+    ended = Finished(said.argv, said.code, 0.0, ())
+    how = f"exit code {said.code}" if ended.signal is None else f"ended by {ended.signal}"
+    if ended.signal == "SIGILL":
+        how += " (it holds instructions that this CPU does not have)"
+    if not said.ok and (first := (said.err.strip() or said.out.strip()).partition("\n")[0]):
+        how += f": {clean(first)}"
+    lines = [ln for ln in (said.err + said.out).splitlines() if ln.startswith("version: ")]
+    words = lines[0].replace("(", " ").replace(")", " ").replace(",", " ").split() if lines else []
+    return (
+        check("artifact.runs", "exit code 0", how, where, ok=said.ok),
+        check(
+            "artifact.stamp",
+            f"build {number}, commit {stamp}",
+            clean(lines[0]) if lines else None,
+            where,
+            ok=stamp in words and str(number) in words,
+        ),
+    )
+
+
+def clear(folder: Path) -> None:
+    """Remove a folder, if it is there."""
+    shutil.rmtree(folder, ignore_errors=True)

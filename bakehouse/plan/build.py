@@ -1,0 +1,271 @@
+"""How an artifact will be made: pure, from recipe, lock, tools, host and places."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from bakehouse.engines.configured import Compiler, Expected
+from bakehouse.engines.llamacpp import cmake as engine
+from bakehouse.engines.llamacpp.cmake import NOTHING, Extra
+from bakehouse.errors import Fault, HostError, RecipeError
+from bakehouse.host import HostFacts
+from bakehouse.lock import Lock
+from bakehouse.places import Places
+from bakehouse.plan.types import BuildInputs, BuildPlan, Step
+from bakehouse.recipe.model import Build, Recipe
+from bakehouse.toolchain import Tools
+
+RULES = 1
+"""Raised when the same inputs would give other bytes."""
+GENERATOR = "Ninja"
+WORK = ".work/0"
+"""Where in the builds folder an artifact is made: the same path each time, so that a compiler cache
+hits, and so that tools which write absolute paths into their output (nvcc) write the same ones."""
+BYTES_A_JOB = 3 * 2**29
+"""1.5 GiB: what the largest of llama.cpp's C++ files takes to compile, with room."""
+NINJA_STATUS = "[%f/%t %e] "
+"""Steps finished, steps in all, seconds so far; `build.compile` reads it."""
+
+Where = Callable[[tuple[str, ...]], tuple[str, int, int]]
+"""Gives file, line and column of a key of the recipe, such as ("build", "cmake", "GGML_X")."""
+
+
+def plan_build(
+    recipe: Recipe,
+    lock: Lock,
+    tools: Tools,
+    host: HostFacts,
+    places: Places,
+    *,
+    extra: Extra = NOTHING,
+    jobs: int | None = None,
+    where: Where | None = None,
+) -> BuildPlan:
+    """Plan a llama.cpp build.
+
+    `jobs` overrides what cores and memory suggest. Raises RecipeError for definitions that cannot
+    stand, HostError where the cache folder's path cannot be written into compiler flags.
+    """
+    build = recipe.build or Build()
+    _refuse(recipe, build, extra, where)
+    own = engine.asked(build.cmake)
+    merged = engine.definitions(own, lock, extra)
+    work = places.builds / WORK
+    if bad := re.search(r"[\"$\\`;=#%:*\r\n]", str(work)):
+        raise HostError(
+            f"the cache folder's path holds {bad[0]!r}, which compilers and CMake cannot take",
+            where=str(places.cache),
+            hint="set BAKEHOUSE_HOME to a folder with a plainer name",
+        )
+    inputs = _inputs(recipe, build, lock, tools, host, merged, extra)
+    passed = _passed(merged, tools, work, extra)
+    artifact = places.builds / inputs.digest
+    expected = Expected(
+        generator=GENERATOR,
+        build_type=merged["CMAKE_BUILD_TYPE"],
+        compilers={
+            "C": Compiler(path=tools.cc.path, version=tools.cc.version),
+            "CXX": Compiler(path=tools.cxx.path, version=tools.cxx.version),
+            **{n: Compiler(path=p, version=v) for n, (p, v) in extra.compilers.items()},
+        },
+        forced={**engine.FORCED, **engine.stamps(lock), **extra.definitions},
+        asked={name: passed[name] for name in own},
+        targets=build.targets,
+    )
+    return BuildPlan(
+        digest=inputs.digest,
+        inputs=inputs,
+        expected=expected,
+        steps=_steps(
+            lock,
+            tools,
+            artifact,
+            passed,
+            _environment(lock, tools, work, extra),
+            _cache_environment(tools, work, places.compiler_cache),
+            build.targets,
+            _jobs(build, host, jobs),
+        ),
+        work=str(work),
+        artifact=str(artifact),
+        server=str(artifact / "bin" / engine.SERVER),
+    )
+
+
+def _refuse(recipe: Recipe, build: Build, extra: Extra, where: Where | None) -> None:
+    """Raise RecipeError with every part of `build` that cannot stand."""
+    found: list[tuple[tuple[str, ...], str, str]] = [
+        (("build", "cmake", r.name), r.message, r.hint) for r in engine.refusals(build.cmake, extra)
+    ]
+    if engine.SERVER not in build.targets:
+        message = f"the targets lack {engine.SERVER}, which is what gets served"
+        found.append((("build", "targets"), message, f"add {engine.SERVER}"))
+    for target in build.targets:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", target):
+            message = f"'{target}' is not the name of a target"
+            found.append((("build", "targets"), message, f"write {engine.SERVER}"))
+    if not found:
+        return
+    faults = []
+    for keys, message, hint in found:
+        file, line, column = where(keys) if where else (f"recipe {recipe.name}", 0, 0)
+        faults.append(Fault(file, line, column, f"{'.'.join(keys)}: {message}", hint))
+    raise RecipeError(f"recipe {recipe.name} cannot be built as it is", faults)
+
+
+def _inputs(
+    recipe: Recipe,
+    build: Build,
+    lock: Lock,
+    tools: Tools,
+    host: HostFacts,
+    merged: Mapping[str, str],
+    extra: Extra,
+) -> BuildInputs:
+    """All that can change the bytes."""
+    native = engine.for_this_cpu(merged)
+    return BuildInputs(
+        rules=RULES,
+        engine=recipe.engine,
+        source_tree=lock.source_tree or "",
+        stamp=lock.stamp,
+        number=lock.build_number,
+        date=lock.source.date if lock.source else 0,
+        generator=GENERATOR,
+        targets=build.targets,
+        definitions=dict(merged),
+        tools={
+            "cmake": tools.cmake.identity,
+            "cc": tools.cc.identity,
+            "cxx": tools.cxx.identity,
+            "strip": tools.strip.identity,
+            **extra.tools,
+        },
+        cpu=f"{host.cpu_model}: {host.cpu_flags}" if native else None,
+        environment=dict(extra.environment),
+    )
+
+
+def _passed(merged: Mapping[str, str], tools: Tools, work: Path, extra: Extra) -> dict[str, str]:
+    """Definitions as they are passed: with where things lie on this machine."""
+    passed = {
+        **merged,
+        "CMAKE_C_COMPILER": tools.cc.path,
+        "CMAKE_CXX_COMPILER": tools.cxx.path,
+        "CMAKE_MAKE_PROGRAM": tools.ninja.path,
+        "GIT_EXE": str(work / "tools" / "git"),
+        "GIT_EXECUTABLE": str(work / "tools" / "git"),
+        **extra.paths,
+    }
+    if tools.launcher:
+        passed["CMAKE_C_COMPILER_LAUNCHER"] = tools.launcher
+        passed["CMAKE_CXX_COMPILER_LAUNCHER"] = tools.launcher
+    prefix_map = f"-ffile-prefix-map={work}=/build"
+    quoted = f'"{prefix_map}"' if re.search(r"[^\w./=+-]", prefix_map) else prefix_map
+    for name in engine.COMPILE_FLAGS:
+        passed[name] = " ".join(filter(None, (merged.get(name, ""), quoted)))
+    for name, flags in extra.flags.items():
+        texts = [flag.replace("{work}", str(work)) for flag in flags]
+        passed[name] = " ".join(filter(None, (passed.get(name, ""), *texts)))
+    return dict(sorted(passed.items()))
+
+
+def _jobs(build: Build, host: HostFacts, jobs: int | None) -> int:
+    """How many compilers run at once: as asked, else bounded by cores and by free memory."""
+    if jobs or build.jobs:
+        return jobs or build.jobs or 1
+    return max(1, min(host.cpus, host.memory_available // BYTES_A_JOB))
+
+
+def _environment(lock: Lock, tools: Tools, work: Path, extra: Extra) -> dict[str, str]:
+    """What the tools get to see beside the allowlist, which also fixes locale and time zone."""
+    env = {
+        "HOME": str(work / "home"),
+        "TMPDIR": str(work / "tmp"),
+        "PATH": tools.search_path,
+        "SOURCE_DATE_EPOCH": str(lock.source.date if lock.source else 0),
+        **extra.environment,
+    }
+    return dict(sorted(env.items()))
+
+
+def _cache_environment(tools: Tools, work: Path, folder: Path) -> dict[str, str]:
+    """Where the compiler cache keeps its files.
+
+    No base_dir: it makes ccache hand relative paths to the compiler, which then stand in
+    `__FILE__`, so that a build with a cache would differ from one without. Every build of a home
+    works at the same path instead, so that the cache hits as it is.
+    """
+    if not tools.launcher:
+        return {}
+    if os.path.basename(tools.launcher) == "sccache":
+        return {"SCCACHE_DIR": str(folder), "SCCACHE_SERVER_UDS": str(work / "tmp" / "sccache")}
+    return {"CCACHE_DIR": str(folder), "CCACHE_TEMPDIR": str(work / "tmp")}
+
+
+def _steps(
+    lock: Lock,
+    tools: Tools,
+    artifact: Path,
+    passed: Mapping[str, str],
+    env: dict[str, str],
+    cache: dict[str, str],
+    targets: tuple[str, ...],
+    jobs: int,
+) -> tuple[Step, ...]:
+    """Source, configure, accept, compile, install, verify."""
+    work = artifact.parent / WORK
+    source, folder, stage = work / "src", work / "build", work / "stage"
+    configure = (tools.cmake.path, "-S", str(source), "-B", str(folder), "-G", GENERATOR)
+    return (
+        Step(
+            id="source",
+            title="write the pinned source tree",
+            cwd=str(work),
+            expects=(f"git tree {lock.source_tree}",),
+        ),
+        Step(
+            id="configure",
+            title="configure with CMake",
+            argv=(*configure, *(f"-D{name}={value}" for name, value in passed.items())),
+            env=env,
+            cwd=str(work),
+            expects=("exit code 0",),
+        ),
+        Step(
+            id="accept",
+            title="judge what CMake says before anything is compiled",
+            expects=(
+                "planned compilers in their planned versions",
+                "every definition held and used",
+                "nothing fetched",
+            ),
+        ),
+        Step(
+            id="compile",
+            title=f"compile {', '.join(targets)}",
+            argv=(tools.ninja.path, "-C", str(folder), "-j", str(jobs), *targets),
+            env={**env, **cache, "NINJA_STATUS": NINJA_STATUS},
+            cwd=str(work),
+            expects=("exit code 0",),
+        ),
+        Step(
+            id="install",
+            title="strip the targets and the libraries that they load, fix modes",
+            argv=(tools.strip.path, "--strip-all", "-o", str(stage / "bin" / "{name}"), "{file}"),
+            env=env,
+            cwd=str(work),
+            expects=("run path $ORIGIN", "every library there or the system's"),
+        ),
+        Step(
+            id="verify",
+            title="run the server for its stamp, then rename into place",
+            argv=(str(stage / "bin" / engine.SERVER), "--version"),
+            env=env,
+            cwd=str(stage),
+            expects=(f"build {lock.build_number}", f"commit {lock.stamp}", str(artifact)),
+        ),
+    )
