@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from pathlib import Path
 
 from bakehouse.base import Frozen
+from bakehouse.ports.process import Processes, environment
 
 
 class HostFacts(Frozen):
@@ -58,3 +60,38 @@ def _colon_table(path: Path) -> dict[str, str]:
 
 def _kib(value: str) -> int:
     return int(value.split(maxsplit=1)[0]) * 1024
+
+
+class Gpu(Frozen):
+    """One NVIDIA GPU as its driver describes it."""
+
+    index: int
+    name: str
+    compute_capability: str
+    """Major and minor, as in 12.1."""
+    driver: str
+    """The driver's own version, as in 580.159.03; not a toolkit's."""
+
+
+GPU_QUERY = (
+    "nvidia-smi",
+    "--query-gpu=index,name,compute_cap,driver_version",
+    "--format=csv,noheader",
+)
+
+
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """Read the answer to GPU_QUERY; lines of any other form (errors, `[N/A]`) are left out."""
+    gpus = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 4 and fields[0].isdigit() and re.fullmatch(r"\d+\.\d+", fields[2]):
+            gpus.append(Gpu(index=int(fields[0]), name=fields[1],
+                            compute_capability=fields[2], driver=fields[3]))
+    return tuple(gpus)
+
+
+def read_gpus(processes: Processes) -> tuple[Gpu, ...]:
+    """Ask the driver; none where there is no driver or no GPU."""
+    asked = processes.capture(GPU_QUERY, env=environment(), timeout=20)
+    return parse_gpus(asked.out) if asked.ok else ()

@@ -1,0 +1,212 @@
+"""Find the CUDA toolkits of this machine.
+
+`nvidia-smi` is not asked: the "CUDA Version" that it shows is the newest that the driver can run,
+not a toolkit. A toolkit is what its own nvcc says it is; an `nvcc` that is only a wrapper is asked
+where it really lives (`nvcc --dryrun` prints `TOP` and the target folder that it uses).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from bakehouse.context import Context
+from bakehouse.errors import HostError
+from bakehouse.ports.process import environment
+from bakehouse.toolkit.types import Broken, Found, Toolkit, numbers, satisfies
+
+LIBRARIES = ("cudart", "cublas", "cublasLt")
+SYSTEM_LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
+"""Where a driver puts its own libcuda.so; CMake takes that where a toolkit has no stub."""
+HEADER_BYTES = 2**20
+
+
+class NotAToolkit(Exception):
+    """Why a folder is no working toolkit."""
+
+
+def find_toolkits(
+    ctx: Context, extra: Sequence[str] = (), *, system: Path = Path("/usr/local")
+) -> Found:
+    """Look in `extra` (a recipe's path), the environment, PATH and `/usr/local/cuda*`."""
+    toolkits: dict[str, Toolkit] = {}
+    broken: dict[str, Broken] = {}
+    seen: dict[str, str] = {}
+    for origin, nvcc in _candidates(ctx, extra, system):
+        key = os.path.realpath(nvcc)
+        try:
+            if (root := seen.get(key)) is None:
+                found = inspect(ctx, nvcc)
+                root = seen[key] = found.root
+                toolkits.setdefault(root, found)
+        except NotAToolkit as error:
+            broken.setdefault(str(nvcc), Broken(path=str(nvcc), origin=origin, why=str(error)))
+            continue
+        had = toolkits[root]
+        if origin not in had.origins:
+            toolkits[root] = had.model_copy(update={"origins": (*had.origins, origin)})
+    ordered = sorted(toolkits.values(), key=lambda t: (numbers(t.version), t.root), reverse=True)
+    return Found(toolkits=tuple(ordered), broken=tuple(broken.values()))
+
+
+def choose(found: Found, wanted: str, path: str | None = None) -> Toolkit:
+    """Give the one toolkit that a recipe means; HostError, with all that was seen, otherwise."""
+    fitting = [t for t in found.toolkits if satisfies(t.version, wanted)]
+    if path is not None:
+        real = os.path.realpath(path)
+        fitting = [t for t in fitting if t.root == real or t.nvcc == real]
+    sound = [t for t in fitting if not t.faults]
+    if sound:
+        return sound[0]
+    seen = [f"{t.version} in {t.root}" for t in found.toolkits if t not in fitting]
+    seen += [f"{t.version} in {t.root}: " + "; ".join(t.faults) for t in fitting]
+    seen += [f"{b.path} ({b.origin}): {b.why}" for b in found.broken]
+    raise HostError(
+        f"no complete CUDA toolkit {wanted} {f'in {path}' if path else 'on this machine'}",
+        where="\n".join(seen) or "no nvcc in /usr/local/cuda*, CUDA_HOME, CUDA_PATH, CUDACXX, PATH",
+        hint="install that toolkit, or let Bakehouse provide it: "
+        f'cuda: {{version: "{wanted}", provide: pypi}}',
+        id="no-toolkit",
+    )
+
+
+def inspect(ctx: Context, nvcc: Path) -> Toolkit:
+    """Describe the toolkit behind an nvcc; NotAToolkit with the reason where it does not work."""
+    if not nvcc.exists():
+        raise NotAToolkit("a dangling link" if nvcc.is_symlink() else "there is no nvcc")
+    said = _ask(ctx, nvcc, "--version")
+    version = re.search(r"\bV(\d+\.\d+\.\d+)", said)
+    if version is None:
+        raise NotAToolkit("nvcc --version names no version")
+    build = re.search(r"^Build (\S+)", said, re.MULTILINE)
+    variables = _dryrun(ctx, nvcc)
+    top = variables.get("TOP") or str(Path(os.path.realpath(nvcc)).parents[1])
+    root = Path(os.path.realpath(top))
+    target = variables.get("_TARGET_DIR_", "").removeprefix("targets/").strip("/")
+    base = root / "targets" / target if target else root
+    include = _include(base, root, variables.get("INCLUDES", ""))
+    library = _library(base, root)
+    inner = root / "bin" / "nvcc"
+    compiler = os.path.realpath(inner if inner.exists() else nvcc)
+    libraries = _libraries(library, root)
+    config = _read(include / "crt" / "host_config.h")
+    return Toolkit(
+        root=str(root),
+        version=version[1],
+        build=build[1] if build else "",
+        nvcc=compiler,
+        include=str(include),
+        headers=header_version(_read(include / "cuda.h"), _read(include / "cuda_runtime_api.h")),
+        library=str(library),
+        target=target,
+        architectures=compiled_for(_ask(ctx, nvcc, "--help")),
+        gcc_max=_bound(config, r"__GNUC__\s*>\s*(\d+)", 0),
+        clang_max=_bound(config, r"__clang_major__\s*>=\s*(\d+)", -1),
+        libraries=libraries,
+        sizes={
+            name: os.stat(path).st_size
+            for name, path in {"nvcc": compiler, **libraries}.items()
+            if name != "cuda"
+        },
+    )
+
+
+def compiled_for(help_text: str) -> tuple[str, ...]:
+    """Architectures that `nvcc --help` allows, letters included.
+
+    `--list-gpu-arch` and `--list-gpu-code` leave out every name with a letter (seen with 13.0 and
+    13.2), so that 121a would look unknown; the list of allowed values has them all.
+    """
+    names = set(re.findall(r"'sm_(\d+[a-z]?)'", help_text))
+    return tuple(sorted(names, key=lambda n: (int(re.sub(r"\D", "", n)), n)))
+
+
+def header_version(*texts: str) -> str | None:
+    """Give major and minor from `#define CUDA_VERSION 13000` or `CUDART_VERSION`."""
+    for text in texts:
+        if found := re.search(r"^\s*#\s*define\s+CUDA(?:RT)?_VERSION\s+(\d+)", text, re.MULTILINE):
+            number = int(found[1])
+            return f"{number // 1000}.{number % 1000 // 10}"
+    return None
+
+
+def _candidates(ctx: Context, extra: Sequence[str], system: Path) -> Iterable[tuple[str, Path]]:
+    env = ctx.environment
+    for path in extra:
+        yield path, _compiler_in(Path(path))
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "CUDAToolkit_ROOT"):
+        if value := env.get(name):
+            yield f"{name}={value}", _compiler_in(Path(value))
+    for folder in env.get("PATH", "").split(os.pathsep):
+        if folder and (nvcc := Path(folder) / "nvcc").exists():
+            yield f"PATH ({folder})", nvcc
+    for folder in sorted(system.glob("cuda*")):
+        if folder.name == "cuda" or folder.name.startswith("cuda-"):
+            yield str(folder), folder / "bin" / "nvcc"
+
+
+def _compiler_in(path: Path) -> Path:
+    """A variable or a recipe may name the root, its `bin`, or the compiler itself."""
+    if path.name == "nvcc" and not path.is_dir():
+        return path
+    if path.name == "bin" and (path / "nvcc").exists():
+        return path / "nvcc"
+    return path / "bin" / "nvcc"
+
+
+def _ask(ctx: Context, nvcc: Path, *arguments: str) -> str:
+    asked = ctx.processes.capture((str(nvcc), *arguments), env=environment(), timeout=30)
+    if not asked.ok:
+        said = (asked.err or asked.out).strip().splitlines()
+        raise NotAToolkit(f"nvcc {arguments[0]} fails: {said[0] if said else asked.code}")
+    return asked.out
+
+
+def _dryrun(ctx: Context, nvcc: Path) -> dict[str, str]:
+    """Variables that nvcc would work with, from `#$ NAME=value` lines; the last of each wins."""
+    asked = ctx.processes.capture(
+        (str(nvcc), "--dryrun", "-c", "nothing.cu"), env=environment(), timeout=30
+    )
+    pairs = re.findall(r"^#\$ (\w+)=(.*)$", asked.out + "\n" + asked.err, re.MULTILINE)
+    return {name: value.strip() for name, value in pairs}
+
+
+def _include(base: Path, root: Path, includes: str) -> Path:
+    named = re.findall(r'-I"?([^"\s]+)', includes)
+    for folder in (base / "include", root / "include", *map(Path, named)):
+        if (folder / "cuda_runtime_api.h").exists() or (folder / "cuda.h").exists():
+            return folder.resolve()
+    return (base / "include").resolve()
+
+
+def _library(base: Path, root: Path) -> Path:
+    for folder in (base / "lib64", base / "lib", root / "lib64", root / "lib"):
+        if any(folder.glob("libcudart*")):
+            return folder.resolve()
+    return (root / "lib64").resolve()
+
+
+def _libraries(library: Path, root: Path) -> dict[str, str]:
+    found = {n: library / f"lib{n}.so" for n in LIBRARIES}
+    present = {n: os.path.realpath(p) for n, p in found.items() if p.exists()}
+    stubs = [folder / "stubs" for folder in (library, root / "lib64", root / "lib")]
+    for folder in (*stubs, *map(Path, SYSTEM_LIBRARIES)):
+        if (driver := folder / "libcuda.so").exists():
+            present["cuda"] = os.path.realpath(driver)
+            break
+    return present
+
+
+def _bound(text: str, pattern: str, offset: int) -> int | None:
+    found = re.search(pattern, text)
+    return int(found[1]) + offset if found else None
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open(errors="replace") as file:
+            return file.read(HEADER_BYTES)
+    except OSError:
+        return ""
