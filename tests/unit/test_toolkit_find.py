@@ -1,0 +1,189 @@
+"""Finding toolkits: links, wrappers, broken ones, versions and bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bakehouse.context import Context
+from bakehouse.errors import HostError
+from bakehouse.host import parse_gpus
+from bakehouse.toolkit.find import choose, compiled_for, find_toolkits, header_version
+from bakehouse.toolkit.types import Found, parse_architecture, satisfies
+
+CONFIG = """#if __GNUC__ > 15
+#error -- unsupported GNU version!
+#endif
+#if (__clang_major__ >= 21) || (__clang_major__ < 3)
+"""
+
+
+def install(
+    root: Path, version: str = "13.0.88", *, headers: str = "13000", target: str = ""
+) -> Path:
+    """A toolkit folder with an nvcc that answers as the real one does."""
+    base = root / "targets" / target if target else root
+    for folder in (root / "bin", base / "include" / "crt", base / "lib" / "stubs"):
+        folder.mkdir(parents=True)
+    (base / "include" / "cuda.h").write_text(f"#define CUDA_VERSION {headers}\n")
+    (base / "include" / "crt" / "host_config.h").write_text(CONFIG)
+    for name in ("libcudart.so", "libcublas.so", "libcublasLt.so", "stubs/libcuda.so"):
+        (base / "lib" / name).write_text(name)
+    nvcc = root / "bin" / "nvcc"
+    inner = f"targets/{target}" if target else ""
+    nvcc.write_text(
+        f"""#!/bin/sh
+here=$(dirname "$(readlink -f "$0")")
+case "$1" in
+--version) echo "Cuda compilation tools, release 0, V{version}"; echo "Build cuda_x/compiler.1";;
+--help) echo "Allowed values: 'sm_90','sm_90a','sm_121a','compute_75','lto_90'";;
+--dryrun) echo '#$ _TARGET_DIR_=' >&2; echo "#$ _TARGET_DIR_={inner}" >&2
+  echo "#$ TOP=$here/.." >&2;;
+esac
+"""
+    )
+    nvcc.chmod(0o755)
+    return root
+
+
+@pytest.fixture
+def bare(context: Context) -> Context:
+    return replace(context, environment={"PATH": "/usr/bin:/bin"})
+
+
+def find(ctx: Context, tmp_path: Path, *extra: str, **env: str) -> Found:
+    system = tmp_path / "local"
+    system.mkdir(exist_ok=True)
+    return find_toolkits(replace(ctx, environment={**ctx.environment, **env}), extra, system=system)
+
+
+def test_one_toolkit_by_many_names_is_one(bare: Context, tmp_path: Path) -> None:
+    root = install(tmp_path / "local" / "cuda-13.0")
+    (tmp_path / "local" / "cuda").symlink_to("cuda-13.0")
+    found = find(
+        bare, tmp_path, str(root / "bin"), CUDA_HOME=str(root), CUDACXX=str(root / "bin" / "nvcc"),
+        PATH=f"{tmp_path / 'local' / 'cuda' / 'bin'}:/usr/bin:/bin",
+    )  # fmt: skip
+    assert len(found.toolkits) == 1
+    only = found.toolkits[0]
+    assert only.root == str(root)
+    assert len(only.origins) == 6
+    assert found.broken == ()
+    assert (only.version, only.headers, only.gcc_max, only.clang_max) == ("13.0.88", "13.0", 15, 20)
+    assert only.architectures == ("90", "90a", "121a")
+    assert only.faults == ()
+    assert "13.0.88 cuda_x/compiler.1" in only.identity
+
+
+@pytest.mark.parametrize("target", ["sbsa-linux", "x86_64-linux"])
+def test_a_wrapper_is_followed_to_the_real_root(bare: Context, tmp_path: Path, target: str) -> None:
+    root = install(tmp_path / "real", target=target)
+    wrapper = tmp_path / "bin" / "nvcc"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\nexec {root}/bin/nvcc "$@"\n')
+    wrapper.chmod(0o755)
+    found = find(bare, tmp_path, PATH=f"{wrapper.parent}:/usr/bin:/bin")
+    only = found.toolkits[0]
+    assert (only.root, only.nvcc) == (str(root), str(root / "bin" / "nvcc"))
+    assert only.target == target
+    assert only.library == str(root / "targets" / target / "lib")
+    assert only.faults == ()
+
+
+def test_broken_ones_are_named_with_the_reason(bare: Context, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    (local / "cuda-12.8" / "bin").mkdir(parents=True)
+    (local / "cuda").symlink_to("cuda-gone")
+    dead = install(local / "cuda-13.1")
+    (dead / "bin" / "nvcc").write_text("#!/bin/sh\necho 'cannot execute' >&2; exit 3\n")
+    mute = install(local / "cuda-13.3")
+    (mute / "bin" / "nvcc").write_text("#!/bin/sh\necho hello\n")
+    (local / "cuda-13.4" / "bin").mkdir(parents=True)
+    (local / "cuda-13.4" / "bin" / "nvcc").symlink_to("nowhere")
+    found = find(bare, tmp_path, CUDA_HOME=str(tmp_path / "missing"))
+    assert found.toolkits == ()
+    why = {Path(b.path).parents[1].name: b.why for b in found.broken}
+    assert why["cuda-12.8"] == why["cuda"] == why["missing"] == "there is no nvcc"
+    assert "cannot execute" in why["cuda-13.1"]
+    assert "names no version" in why["cuda-13.3"]
+    assert why["cuda-13.4"] == "a dangling link"
+
+
+def test_choosing(bare: Context, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    install(local / "cuda-13.0")
+    other = install(tmp_path / "opt", "13.0.48")
+    install(local / "cuda-13.2", "13.2.86", headers="13020")
+    half = install(local / "cuda-13.1", "13.1.80", headers="13020")
+    found = find(bare, tmp_path, str(other))
+    assert choose(found, "13.0").version == "13.0.88"
+    assert choose(found, "13.0", str(other)).version == "13.0.48"
+    assert choose(found, "13.2.86").root == str(local / "cuda-13.2")
+    with pytest.raises(HostError) as error:
+        choose(found, "13.1")
+    assert "nvcc is 13.1.80, but the headers are 13.2" in (error.value.where or "")
+    assert str(half) in (error.value.where or "")
+    with pytest.raises(HostError, match=r"12\.8") as error:
+        choose(found, "12.8")
+    assert error.value.exit_code == 9
+    assert "provide: pypi" in (error.value.hint or "")
+    assert "13.2.86" in (error.value.where or "")
+
+
+@pytest.mark.parametrize("lacking", ["libcublas.so", "stubs/libcuda.so", "libcudart.so"])
+def test_a_toolkit_without_a_library_is_not_chosen(
+    bare: Context, tmp_path: Path, lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bakehouse.toolkit.find.SYSTEM_LIBRARIES", ())
+    root = install(tmp_path / "local" / "cuda-13.0")
+    (root / "lib" / lacking).unlink()
+    found = find(bare, tmp_path)
+    assert len(found.toolkits[0].faults) == 1
+    with pytest.raises(HostError):
+        choose(found, "13.0")
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted", "fits"),
+    [
+        ("13.0.88", "13.0", True), ("13.0.88", "13.0.88", True), ("13.0.88", "13.0.8", False),
+        ("13.10.1", "13.1", False), ("13.1.80", "13.10", False), ("13.0.88", "", False),
+    ],
+)  # fmt: skip
+def test_satisfies(version: str, wanted: str, fits: bool) -> None:
+    assert satisfies(version, wanted) == fits
+
+
+def test_headers_and_allowed_values() -> None:
+    assert header_version("", "#define CUDART_VERSION  12080\n") == "12.8"
+    assert header_version("#define CUDA_VERSION 13020") == "13.2"
+    assert header_version("nothing") is None
+    assert compiled_for("'sm_90','sm_100f','sm_9' 'compute_75'") == ("9", "90", "100f")
+
+
+@pytest.mark.parametrize("text", ["native", "all", "sm_90", "90x", "9", "90-fake", "90-real;80"])
+def test_what_is_no_architecture(text: str) -> None:
+    assert parse_architecture(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "embeds"),
+    [
+        ("90", {"sm_90", "compute_90"}),
+        ("121a-real", {"sm_121a"}),
+        ("120f-virtual", {"compute_120f"}),
+    ],
+)
+def test_what_an_architecture_embeds(text: str, embeds: set[str]) -> None:
+    found = parse_architecture(text)
+    assert found is not None
+    assert found.embeds == embeds
+    assert str(found) == text
+
+
+def test_gpus_as_the_driver_lists_them() -> None:
+    text = "0, NVIDIA GB10, 12.1, 580.159.03\n1, NVIDIA X, [N/A], 580\nFailed, a, b, c\n\n"
+    gpus = parse_gpus(text)
+    assert [(g.index, g.name, g.compute_capability) for g in gpus] == [(0, "NVIDIA GB10", "12.1")]
