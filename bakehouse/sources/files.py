@@ -97,11 +97,11 @@ def fetch_pinned(
     A resumed download that does not verify is fetched once more from its start: what was kept may
     have come from a host without validators. Raises LockError (other content), HostError.
     """
-    if target.is_file():
-        return
     with guarded(ctx, target.with_name(target.name + ".lock"), title or target.name):
         if target.is_file():
-            return
+            if sha256_file(target) == sha256:
+                return
+            target.unlink()  # damaged on disk
         incoming = target.with_name(target.name + ".incoming")
         part = incoming.with_name(incoming.name + ".part")
         resumed = part.exists()

@@ -41,15 +41,17 @@ def find_file(
     http: Http,
     requirement: str,
     *,
-    want: Literal["sdist", "wheel"],
+    want: Literal["sdist", "wheel", "any"],
     tags: Sequence[str] | None = None,
+    sha256: str | None = None,
     index: str = DEFAULT_INDEX,
 ) -> RegistryFile:
     """Find the one sdist, or the wheel whose tags come first in `tags`, of `NAME==VERSION`.
 
     `tags` are `python-abi-platform` triples in order of preference, glob allowed
-    (`py3-none-manylinux*_x86_64`); without them only a wheel for any platform is taken. The index
-    is asked in the JSON form of PEP 691. Raises NotFound, HostError, UsageError.
+    (`py3-none-manylinux*_x86_64`); without them only a wheel for any platform is taken. `any` takes
+    the file that has `sha256`. The index is asked in the JSON form of PEP 691. Raises NotFound,
+    LockError (no file has this hash), HostError, UsageError.
     """
     found = _REQUIREMENT.fullmatch(requirement)
     if not found:
@@ -59,7 +61,20 @@ def find_file(
         )
     project = re.sub(r"[-_.]+", "-", found[1]).lower()
     url = f"{index.rstrip('/')}/{project}/"
-    files = [f for f in _listing(http, url) if _version(f, project, want) == _canonical(found[2])]
+    kinds = ("sdist", "wheel") if want == "any" else (want,)
+    version = _canonical(found[2])
+    listed = _listing(http, url)
+    files = [f for f in listed if any(_version(f, project, kind) == version for kind in kinds)]
+    if sha256 and files:
+        fitting = [f for f in files if (f.get("hashes") or {}).get("sha256") == sha256]
+        if not fitting:
+            raise LockError(
+                f"no file of {requirement} has the sha256 {sha256}",
+                where=_shown(url),
+                hint="the index serves other files than were pinned: see which, then pin anew",
+                id="hash-mismatch",
+            )
+        return _file(fitting[0], url)
     if want == "wheel":
         chosen = _by_tag(files, tags or ("py3-none-any", "py2.py3-none-any"))
     else:

@@ -1,0 +1,183 @@
+"""Archives: fetched by sha256, unpacked safely, and made into a git tree through plumbing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from bakehouse.context import Context
+from bakehouse.errors import LockError
+from bakehouse.lock import ArchivePin, FilePin
+from bakehouse.ports.git import COMMIT, Git, GitFailed
+from bakehouse.recipe.model import Archive
+from bakehouse.sources.files import describe_wrong, fetch_pinned, guarded, sha256_file
+from bakehouse.sources.mirror import TREES, make_bare, tree_is_whole
+from bakehouse.sources.registry import fetch_file, find_file, index_url
+from bakehouse.sources.unpack import check_links, choose_folder, unpack
+
+ARCHIVES = "archives.git"
+
+
+def origin_of(archive: Archive) -> str:
+    """How a lock names where an archive comes from."""
+    return f"pypi:{archive.pypi}" if archive.pypi else str(archive.url or archive.path)
+
+
+def kept(ctx: Context, pin: FilePin) -> Path:
+    """Where the archive file lies in the cache."""
+    return ctx.places.downloads / pin.sha256 / pin.path
+
+
+def bring_archive(ctx: Context, archive: Archive, folder: Path) -> FilePin:
+    """Have the archive file in the cache, verified; give its pin. Raises LockError, HostError."""
+    if archive.pypi:
+        name = _from_registry(ctx, archive.pypi, archive.sha256)
+    elif archive.url:
+        name = archive.url.partition("?")[0].rstrip("/").rpartition("/")[2] or "archive"
+        target = ctx.places.downloads / archive.sha256 / name
+        fetch_pinned(ctx, archive.url, target, sha256=archive.sha256, title=name)
+    else:
+        name = _from_disk(ctx, folder / Path(str(archive.path)).expanduser(), archive.sha256)
+    path = ctx.places.downloads / archive.sha256 / name
+    return FilePin(path=name, size=path.stat().st_size, sha256=archive.sha256)
+
+
+def _from_registry(ctx: Context, requirement: str, sha256: str) -> str:
+    """Find the file of a release that has this hash: its sdist, or one of its wheels."""
+    index = index_url(ctx.environment)
+    file = find_file(ctx.http, requirement, want="any", sha256=sha256, index=index)
+    fetch_file(ctx, file)
+    return file.filename
+
+
+def _from_disk(ctx: Context, path: Path, sha256: str) -> str:
+    """Copy a local archive into the cache: a build then needs no recipe folder."""
+    if not path.is_file():
+        raise LockError(
+            "the archive is not there",
+            where=str(path),
+            hint="paths are relative to the recipe",
+            id="archive-missing",
+        )
+    target = ctx.places.downloads / sha256 / path.name
+    if target.is_file():
+        return path.name
+    found = sha256_file(path)
+    if found != sha256:
+        nature = describe_wrong(path)
+        raise LockError(
+            f"the archive is not the one that is pinned: sha256 {sha256} expected, {found} found"
+            + (f"; it is {nature}" if nature else ""),
+            where=str(path),
+            hint="bring it back, or write its sha256 into the recipe if the change is wanted",
+            id="archive-changed",
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as copy:
+        shutil.copyfile(path, copy.name)
+    os.replace(copy.name, target)
+    return path.name
+
+
+def pin_archive(ctx: Context, git: Git, archive: Archive, folder: Path) -> ArchivePin:
+    """Fetch, unpack and pin an archive."""
+    file = bring_archive(ctx, archive, folder)
+    tree, date = import_archive(ctx, git, kept(ctx, file), archive.folder)
+    return ArchivePin(
+        origin=origin_of(archive), file=file, folder=archive.folder, tree=tree, date=date,
+        number=archive.number,
+    )  # fmt: skip
+
+
+def ensure_archive_tree(ctx: Context, git: Git, pin: ArchivePin) -> None:
+    """Have a pinned archive's tree; nothing is fetched or unpacked where it is there already."""
+    if _is_ready(ctx, git, pin.tree):
+        return
+    if pin.origin.startswith("pypi:"):
+        _from_registry(ctx, pin.origin.removeprefix("pypi:"), pin.file.sha256)
+    elif "://" in pin.origin:
+        fetch_pinned(ctx, pin.origin, kept(ctx, pin.file), sha256=pin.file.sha256,
+                     size=pin.file.size, title=pin.file.path)  # fmt: skip
+    elif not kept(ctx, pin.file).is_file():
+        raise LockError(
+            "the pinned archive is not at hand",
+            where=f"{pin.origin}, sha256 {pin.file.sha256}",
+            hint="run 'invoke fetch' for the recipe, which keeps a copy of its archive",
+            id="archive-missing",
+        )
+    tree, _ = import_archive(ctx, git, kept(ctx, pin.file), pin.folder)
+    if tree != pin.tree:
+        raise LockError(
+            f"the archive's tree is not what is pinned: {pin.tree} expected, {tree} found",
+            where=pin.origin,
+            hint="write the lock anew with 'invoke lock --update'",
+            id="tree-mismatch",
+        )
+
+
+def _is_ready(ctx: Context, git: Git, tree: str) -> bool:
+    """Whether a tree was imported to its end, and is still whole."""
+    repository = ctx.places.git / ARCHIVES
+    if not repository.is_dir():
+        return False
+    try:
+        noted = git.object_id(repository, f"{TREES}/{tree}")
+    except GitFailed:
+        return False
+    return noted == tree and tree_is_whole(git, repository, tree)
+
+
+def import_archive(ctx: Context, git: Git, archive: Path, folder: str) -> tuple[str, int]:
+    """Make a git tree of a folder of an archive; give its id and the newest date in it.
+
+    Dates are seconds since 1970.
+    """
+    repository = ctx.places.git / ARCHIVES
+    with guarded(ctx, repository.with_suffix(".lock"), "the unpacked archives"):
+        make_bare(ctx, git, repository)
+        for left in ctx.places.git.glob(".unpack-*"):  # of a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=".unpack-", dir=ctx.places.git) as scratch:
+            root = Path(scratch, "tree")
+            ctx.progress.say(f"unpack {archive.name}")
+            dates = unpack(archive, root)
+            chosen = choose_folder(archive, root, folder)
+            check_links(archive, chosen)
+            tree = _to_objects(git, repository, chosen, Path(scratch, "index"))
+            below = "" if chosen == root else f"{chosen.relative_to(root).as_posix()}/"
+            date = max(when for name, when in dates.items() if name.startswith(below))
+        git.ask(repository, "update-ref", f"{TREES}/{tree}", tree)
+        return tree, date
+
+
+def _to_objects(git: Git, repository: Path, folder: Path, index: Path) -> str:
+    """Write a folder's files as blobs, unfiltered, and a tree over them; give the tree's id."""
+    files: list[tuple[str, Path]] = []
+    rows: list[str] = []
+    for place, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted((*names, *(f for f in folders if Path(place, f).is_symlink()))):
+            path = Path(place, name)
+            relative = path.relative_to(folder).as_posix()
+            if path.is_symlink():
+                target = os.readlink(path).encode()
+                blob = git.ask(repository, "hash-object", "-w", "--stdin", stdin=target).strip()
+                rows.append(f"120000 {blob}\t{relative}")
+            else:
+                files.append((relative, path))
+    paths = "".join(f"{path}\n" for _, path in files).encode()
+    ids = git.ask(
+        repository, "hash-object", "-w", "--no-filters", "--stdin-paths", stdin=paths, timeout=900
+    ).split()
+    for (relative, path), blob in zip(files, ids, strict=True):
+        mode = "100755" if os.access(path, os.X_OK) else "100644"
+        rows.append(f"{mode} {blob}\t{relative}")
+    extra = {"GIT_INDEX_FILE": str(index)}
+    listing = "".join(f"{row}\0" for row in rows).encode()
+    git.ask(repository, "update-index", "-z", "--index-info", stdin=listing, extra=extra)
+    tree = git.ask(repository, "write-tree", extra=extra).strip()
+    if not COMMIT.fullmatch(tree):
+        raise GitFailed("write-tree", 0, f"error: '{tree}' is not an object id")
+    return tree

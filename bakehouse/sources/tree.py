@@ -1,0 +1,230 @@
+"""Source trees: whatever a source is, it becomes a git tree in a bare repository."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bakehouse.context import Context
+from bakehouse.errors import BakehouseError, HostError, LockError
+from bakehouse.lock import ArchivePin, GitPin, Lock
+from bakehouse.places import Places
+from bakehouse.ports.git import Git, GitFailed
+from bakehouse.sources.archive import ARCHIVES, ensure_archive_tree
+from bakehouse.sources.files import guarded
+from bakehouse.sources.mirror import (
+    TREES,
+    ensure_commit,
+    make_bare,
+    mirror_folder,
+    set_aside,
+    tree_is_whole,
+)
+from bakehouse.sources.patches import apply_patches
+
+
+@dataclass(frozen=True)
+class TreeEntry:
+    """One file of a tree. `mode` is git's: 100644, 100755, 120000 (link), 160000 (submodule)."""
+
+    mode: str
+    id: str
+    path: str
+
+
+def repository_of(places: Places, lock: Lock) -> Path:
+    """The bare repository that holds a lock's source tree."""
+    if isinstance(lock.source, GitPin):
+        return mirror_folder(places, lock.source.url)
+    return places.git / ARCHIVES
+
+
+def ensure_tree(ctx: Context, lock: Lock) -> None:
+    """Have the pinned source, its submodules and its patched tree; no network where they are there.
+
+    Raises LockError where what comes is not what is pinned, PatchError, HostError.
+    """
+    source = lock.source
+    if source is None:
+        return
+    git = Git(ctx.processes, ctx.environment)
+    if isinstance(source, GitPin):
+        _ensure_git(ctx, git, source)
+    else:
+        ensure_archive_tree(ctx, git, source)
+    if not lock.source_tree:
+        raise LockError(
+            "the lock pins a source and no tree",
+            where=lock.recipe,
+            hint="write it anew with 'invoke lock --update'",
+        )
+    repository = repository_of(ctx.places, lock)
+    if tree_is_whole(git, repository, lock.source_tree):
+        return
+    with guarded(ctx, repository.with_suffix(".lock"), "the source tree"):
+        made = apply_patches(ctx, git, repository, source.tree, lock.patches)
+        _same("the patched source tree", lock.source_tree, made, lock.recipe)
+        git.ask(repository, "update-ref", f"{TREES}/{made}", made)
+
+
+def _ensure_git(ctx: Context, git: Git, pin: GitPin) -> None:
+    repository = ensure_commit(ctx, git, pin.url, pin.commit, ref=pin.ref)
+    _same(
+        "the commit's tree", pin.tree, git.object_id(repository, f"{pin.commit}^{{tree}}"), pin.url
+    )
+    for part in pin.submodules:
+        repository = ensure_commit(ctx, git, part.url, part.commit)
+        tree = git.object_id(repository, f"{part.commit}^{{tree}}")
+        _same(f"the tree of submodule {part.path}", part.tree, tree, part.url)
+
+
+def _same(what: str, pinned: str, found: str, where: str) -> None:
+    if pinned != found:
+        raise LockError(
+            f"{what} is not what is pinned: {pinned} expected, {found} found",
+            where=where,
+            hint="if the change is wanted, move the pin with 'invoke lock --update'",
+            id="tree-mismatch",
+        )
+
+
+def list_tree(git: Git, repository: Path, tree: str) -> tuple[TreeEntry, ...]:
+    """Every file of a tree, at any depth. Raises LockError for names that are not UTF-8."""
+    entries = []
+    for row in git.ask(repository, "ls-tree", "-r", "-z", "--full-tree", tree).split("\0"):
+        if not row:
+            continue
+        head, _, path = row.partition("\t")
+        if "\ufffd" in path:
+            raise LockError("the source holds a file name that is not UTF-8", where=path)
+        mode, _, object_id = head.split()
+        entries.append(TreeEntry(mode, object_id, path))
+    return tuple(entries)
+
+
+def materialise(ctx: Context, lock: Lock, target: Path) -> None:
+    """Write the patched tree, submodules inside, to a new or empty folder.
+
+    Nothing in the tree can alter what is written (no filters, no line-ending rules); every file is
+    hashed as it lies on disk and compared with the tree. Modes are 644 and 755, times the pin's
+    date, and there is no `.git`. A damaged repository is fetched anew, once. Raises HostError where
+    the folder has something in it.
+    """
+    source = lock.source
+    if source is None or lock.source_tree is None:
+        raise LockError("the lock pins no source tree", where=lock.recipe)
+    if target.exists() and any(target.iterdir()):
+        raise HostError(
+            "the folder for the source is not empty", where=str(target), hint="remove it first"
+        )
+    git = Git(ctx.processes, ctx.environment)
+    parts = [(repository_of(ctx.places, lock), lock.source_tree, Path())]
+    if isinstance(source, GitPin):
+        parts += [
+            (mirror_folder(ctx.places, part.url), part.tree, Path(part.path))
+            for part in source.submodules
+        ]
+    try:
+        ensure_tree(ctx, lock)
+        for repository, tree, below in parts:
+            try:
+                _write(git, repository, tree, target / below)
+            except (GitFailed, _Damaged):
+                _clear(target / below)
+                _fetch_anew(ctx, git, lock, repository)
+                _write(git, repository, tree, target / below)
+        _settle(target, source)
+    except (GitFailed, _Damaged) as error:
+        raise _cannot_write(error, target) from error
+    except OSError as error:
+        raise HostError(
+            f"the source cannot be written: {error.strerror}",
+            where=str(error.filename or target),
+            hint="see that there is room and that the folder may be written to",
+            id="disk",
+        ) from error
+
+
+class _Damaged(Exception):
+    """What was written is not what the tree says."""
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _fetch_anew(ctx: Context, git: Git, lock: Lock, repository: Path) -> None:
+    with guarded(ctx, repository.with_suffix(".lock"), "the mirror"):
+        set_aside(ctx, repository)
+        make_bare(ctx, git, repository)
+    ensure_tree(ctx, lock)
+
+
+def _cannot_write(error: Exception, target: Path) -> BakehouseError:
+    return HostError(
+        f"the source tree cannot be written as it is pinned: {error}",
+        where=str(target),
+        hint="check the disk; removing the folder of mirrors makes them be fetched anew",
+        id="source-damaged",
+    )
+
+
+def _write(git: Git, repository: Path, tree: str, target: Path) -> None:
+    """Check a tree out through a scratch index and hash what lies there."""
+    target.mkdir(parents=True, exist_ok=True)
+    index = target / ".bakehouse-index"
+    extra = {"GIT_INDEX_FILE": str(index), "GIT_WORK_TREE": str(target)}
+    git.ask(repository, "read-tree", tree, extra=extra)
+    git.ask(
+        repository, "checkout-index", "--all", "--force", f"--prefix={target}/", extra=extra,
+        timeout=600,
+    )  # fmt: skip
+    index.unlink()
+    entries = [e for e in list_tree(git, repository, tree) if e.mode != "160000"]
+    for entry in entries:
+        if _blob_id(target / entry.path, entry.mode) != entry.id:
+            raise _Damaged(f"{entry.path} differs from the tree")
+    found = sum(1 for _ in _files(target))
+    if found != len(entries):
+        raise _Damaged(f"{found} files were written, {len(entries)} are in the tree")
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Every file and link below a folder, in no order."""
+    for place, folders, files in os.walk(folder):
+        yield from (os.path.join(place, name) for name in files)
+        yield from (p for name in folders if os.path.islink(p := os.path.join(place, name)))
+
+
+def _blob_id(path: Path, mode: str) -> str:
+    """The id that git gives to a file's bytes, or to a link's target."""
+    try:
+        if mode == "120000":
+            data = os.readlink(path).encode(errors="surrogateescape")
+        else:
+            data = path.read_bytes() if not path.is_symlink() else b""
+    except OSError as error:
+        raise _Damaged(f"{path}: {error.strerror}") from error
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _settle(target: Path, source: GitPin | ArchivePin) -> None:
+    """Give modes and times that do not depend on when and by whom it was written."""
+    when = (source.date, source.date)
+    for place, folders, files in os.walk(target, topdown=False):
+        for name in (*files, *folders):
+            path = os.path.join(place, name)
+            if not os.path.islink(path):
+                executable = os.path.isdir(path) or os.stat(path).st_mode & 0o100
+                os.chmod(path, 0o755 if executable else 0o644)
+            os.utime(path, when, follow_symlinks=False)
+    target.chmod(0o755)
+    os.utime(target, when)

@@ -1,0 +1,269 @@
+"""Archives taken apart safely: nothing leaves the folder, nothing special is made, size bounded."""
+
+from __future__ import annotations
+
+import bz2
+import calendar
+import gzip
+import lzma
+import os
+import re
+import shutil
+import stat
+import tarfile
+import unicodedata
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from bakehouse.errors import LockError
+from bakehouse.redact import clean
+
+MAX_FILES = 200_000
+MAX_BYTES = 8 * 2**30
+MAX_NAME_BYTES = 4096
+MAX_LINK_BYTES = 4096
+CHUNK = 2**20
+LATEST_DATE = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One member of an archive. `kind` is `file`, `folder`, `symlink`, `hardlink` or a word."""
+
+    name: str
+    kind: str
+    executable: bool
+    date: int
+    content: IO[bytes] | None = None
+    link: str = ""
+
+
+def refuse(archive: Path, why: str) -> LockError:
+    """Make the error for an archive that cannot be used as it is."""
+    return LockError(
+        f"the archive is refused: {clean(why, one_line=True)}",
+        where=str(archive),
+        hint="its content is what is pinned: use another archive of the same source",
+        id="archive",
+    )
+
+
+@dataclass
+class _Unpacking:
+    """What has been unpacked so far, to see collisions and to stop a bomb."""
+
+    archive: Path
+    target: Path
+    kinds: dict[str, str] = field(default_factory=dict)
+    spellings: dict[str, str] = field(default_factory=dict)
+    dates: dict[str, int] = field(default_factory=dict)
+    total: int = 0
+
+    def take(self, entry: Entry) -> None:
+        """Put one member on disk."""
+        name = self.safe_name(entry.name)
+        if not name:
+            return
+        if entry.kind == "folder":
+            self.enter(name)
+            return
+        self.enter(name.rpartition("/")[0])
+        if name in self.kinds:
+            raise refuse(self.archive, f"it holds '{name}' twice")
+        if len(self.kinds) >= MAX_FILES:
+            raise refuse(self.archive, f"it holds more than {MAX_FILES:,} files")
+        self.note(name, entry.kind)
+        self.dates[name] = min(max(entry.date, 0), LATEST_DATE)
+        path = self.target / name
+        if entry.kind == "file" and entry.content:
+            self.write(entry.content, path)
+            path.chmod(0o755 if entry.executable else 0o644)
+        elif entry.kind == "symlink":
+            if not entry.link or len(entry.link.encode()) > MAX_LINK_BYTES or "\0" in entry.link:
+                raise refuse(self.archive, f"the link '{name}' has no usable target")
+            path.symlink_to(entry.link)
+        elif entry.kind == "hardlink":
+            self.link(self.safe_name(entry.link), name, path)
+        else:
+            raise refuse(self.archive, f"'{name}' is {entry.kind}")
+
+    def safe_name(self, name: str) -> str:
+        """The member's path without `./`; empty for the root; an error for one that leaves."""
+        if re.search(r"[\x00-\x1f\x7f\\]", name) or name.startswith("/") or name[1:2] == ":":
+            raise refuse(self.archive, f"'{name}' is not a plain relative path")
+        parts = [part for part in name.split("/") if part not in ("", ".")]
+        if ".." in parts:
+            raise refuse(self.archive, f"'{name}' leads out of it")
+        if any(_is_git_folder(part) for part in parts):
+            raise refuse(self.archive, f"'{name}' would be git's own data")
+        joined = "/".join(parts)
+        try:
+            encoded = joined.encode()
+        except UnicodeEncodeError:
+            raise refuse(self.archive, f"the name '{name}' is not UTF-8") from None
+        if len(encoded) > MAX_NAME_BYTES or any(len(part.encode()) > 255 for part in parts):
+            raise refuse(self.archive, f"the name '{name[:60]}...' is too long")
+        return joined
+
+    def enter(self, name: str) -> None:
+        """Make a folder and those above it; never through a file or a link."""
+        so_far = ""
+        for part in name.split("/") if name else ():
+            so_far = f"{so_far}/{part}" if so_far else part
+            kind = self.kinds.get(so_far)
+            if kind is None:
+                self.note(so_far, "folder")
+                (self.target / so_far).mkdir()
+            elif kind != "folder":
+                raise refuse(self.archive, f"'{so_far}' is a {kind} and a folder at once")
+
+    def note(self, name: str, kind: str) -> None:
+        """Remember a name; refuse two that are one where case or Unicode form does not count."""
+        folded = unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+        other = self.spellings.setdefault(folded, name)
+        if other != name:
+            raise refuse(self.archive, f"'{other}' and '{name}' differ only in case or accents")
+        self.kinds[name] = kind
+
+    def write(self, content: IO[bytes], path: Path) -> None:
+        """Copy one file's bytes, counted."""
+        with path.open("xb") as file:
+            while chunk := content.read(CHUNK):
+                self.total += len(chunk)
+                if self.total > MAX_BYTES:
+                    raise refuse(self.archive, f"it unpacks to more than {MAX_BYTES:,} bytes")
+                file.write(chunk)
+
+    def link(self, source: str, name: str, path: Path) -> None:
+        """Make a hard link a copy of a file that came before it."""
+        if self.kinds.get(source) != "file":
+            raise refuse(self.archive, f"'{name}' links to '{source}', which is no earlier file")
+        origin = self.target / source
+        with origin.open("rb") as content:
+            self.write(content, path)
+        shutil.copymode(origin, path)
+        self.kinds[name] = "file"
+
+
+def _is_git_folder(part: str) -> bool:
+    """Whether some file system takes this name for `.git`."""
+    ignorable = re.sub("[\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]", "", part)
+    folded = ignorable.rstrip(". ").casefold()
+    return folded == ".git" or folded.startswith("git~")
+
+
+def unpack(archive: Path, target: Path) -> dict[str, int]:
+    """Unpack into a new folder; give each file's modification time by its path.
+
+    Raises LockError for whatever is not a plain tree of files, folders and links.
+    """
+    target.mkdir(parents=True)
+    work = _Unpacking(archive, target)
+    damaged = (
+        tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, gzip.BadGzipFile,
+        EOFError, NotImplementedError, RuntimeError, UnicodeError, ValueError,
+    )  # fmt: skip
+    try:
+        for entry in _entries(archive):
+            work.take(entry)
+    except damaged as error:
+        raise refuse(archive, f"it is damaged ({error})") from error
+    if not work.dates:
+        raise refuse(archive, "it holds no files")
+    return work.dates
+
+
+def _entries(archive: Path) -> Iterator[Entry]:
+    with archive.open("rb") as file:
+        head = file.read(6)
+    if head.startswith(b"PK"):
+        yield from _zip_entries(archive)
+    elif head.startswith(b"\x1f\x8b"):
+        with gzip.open(archive) as stream:
+            yield from _tar_entries(stream)
+    elif head.startswith(b"\xfd7zXZ"):
+        with lzma.open(archive) as stream:
+            yield from _tar_entries(stream)
+    elif head.startswith(b"BZh"):
+        with bz2.open(archive) as stream:
+            yield from _tar_entries(stream)
+    else:
+        raise refuse(archive, "it is none of tar.gz, tar.xz, tar.bz2 and zip")
+
+
+def _tar_entries(stream: IO[bytes] | gzip.GzipFile) -> Iterator[Entry]:
+    special = {tarfile.CHRTYPE: "a device", tarfile.BLKTYPE: "a device", tarfile.FIFOTYPE: "a pipe"}
+    with tarfile.open(fileobj=stream, mode="r|") as tar:
+        for member in tar:
+            if member.isdir():
+                kind = "folder"
+            elif member.isreg():
+                kind = "file"
+            elif member.issym():
+                kind = "symlink"
+            elif member.islnk():
+                kind = "hardlink"
+            else:
+                kind = special.get(member.type, "something special")
+            content = tar.extractfile(member) if kind == "file" else None
+            yield Entry(
+                member.name, kind, bool(member.mode & 0o100), int(member.mtime), content,
+                member.linkname,
+            )  # fmt: skip
+
+
+def _zip_entries(archive: Path) -> Iterator[Entry]:
+    with zipfile.ZipFile(archive) as pack:
+        for info in pack.infolist():
+            mode = info.external_attr >> 16
+            executable = bool(mode & 0o100)
+            date = calendar.timegm((*info.date_time, 0, 0, 0))
+            if info.flag_bits & 1:
+                raise refuse(archive, f"'{info.filename}' is encrypted")
+            if info.is_dir():
+                yield Entry(info.filename, "folder", False, date)
+            elif stat.S_ISLNK(mode):
+                if info.file_size > MAX_LINK_BYTES:
+                    raise refuse(archive, f"the link '{info.filename}' has no usable target")
+                yield Entry(info.filename, "symlink", False, date, link=pack.read(info).decode())
+            elif stat.S_IFMT(mode) not in (0, stat.S_IFREG):
+                yield Entry(info.filename, "something special", False, date)
+            else:
+                with pack.open(info) as content:
+                    yield Entry(info.filename, "file", executable, date, content)
+
+
+def choose_folder(archive: Path, root: Path, folder: str) -> Path:
+    """The folder that is the source: a single folder at the top does not count.
+
+    Raises LockError where there is no such folder.
+    """
+    top = [*root.iterdir()]
+    stripped = top[0] if len(top) == 1 and top[0].is_dir() and not top[0].is_symlink() else root
+    wanted = [part for part in folder.split("/") if part not in ("", ".")]
+    if ".." in wanted or folder.startswith("/"):
+        raise refuse(archive, f"the folder '{folder}' leads out of it")
+    for start in (stripped, root):
+        chosen = start.joinpath(*wanted)
+        if chosen.is_dir() and chosen.resolve() == chosen.absolute():
+            return chosen
+    near = ", ".join(sorted(p.name for p in stripped.iterdir() if p.is_dir())[:12])
+    raise refuse(archive, f"it has no folder '{folder}' (there are: {near or 'none'})")
+
+
+def check_links(archive: Path, folder: Path) -> None:
+    """Refuse a link that leads out of the folder, followed as the kernel would follow it."""
+    home = os.path.realpath(folder)
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(place, name)
+            if not path.is_symlink():
+                continue
+            where = os.path.realpath(path)
+            if os.path.isabs(os.readlink(path)) or not f"{where}/".startswith(f"{home}/"):
+                shown = path.relative_to(folder).as_posix()
+                raise refuse(archive, f"the link '{shown}' leads out of it")
