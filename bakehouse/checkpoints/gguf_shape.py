@@ -103,6 +103,10 @@ def gguf_shape(metadata: dict[str, Any], where: str) -> ModelShape:
         key_length=_head(keys, "key"),
         value_length=_head(keys, "value"),
         embedding=keys.number("embedding_length"),
+        feed_forward=max(
+            keys.number("feed_forward_length"),
+            keys.number("expert_feed_forward_length") * keys.number("expert_used_count"),
+        ),
         vocabulary=vocabulary,
         context_limit=keys.number("context_length") or None,
         window=keys.number("attention.sliding_window") or None,

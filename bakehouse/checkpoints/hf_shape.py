@@ -82,6 +82,10 @@ def hf_shape(config: Mapping[str, Any], where: str) -> ModelShape:
         key_length=key,
         value_length=value,
         embedding=hidden,
+        feed_forward=max(
+            text.number("intermediate_size"),
+            text.number("moe_intermediate_size") * text.number("num_experts_per_tok"),
+        ),
         vocabulary=text.number("vocab_size"),
         context_limit=text.number("max_position_embeddings", "n_positions") or None,
         window=text.number("sliding_window", "attention_chunk_size") or None,

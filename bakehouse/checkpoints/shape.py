@@ -47,6 +47,8 @@ class ModelShape:
     key_length: int = 0
     value_length: int = 0
     embedding: int = 0
+    feed_forward: int = 0
+    """Width that one token passes in a layer's feed-forward network, used experts together."""
     vocabulary: int = 0
     context_limit: int | None = None
     window: int | None = None
@@ -80,6 +82,7 @@ class ModelShape:
             "key_length": self.key_length,
             "value_length": self.value_length,
             "embedding": self.embedding,
+            "feed_forward": self.feed_forward,
             "vocabulary": self.vocabulary,
             "context_limit": self.context_limit,
             "window": self.window,

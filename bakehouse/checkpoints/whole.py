@@ -103,7 +103,7 @@ class Checkpoint:
         first_mtp = len(shape.layers)
         total = 0.0
         for tensor in self.tensors:
-            if _PICTURES.search(tensor.name) or _layer_number(tensor.name) >= first_mtp > 0:
+            if _PICTURES.search(tensor.name) or layer_number(tensor.name) >= first_mtp > 0:
                 continue
             if separate_output and _LOOKED_UP.search(tensor.name):
                 continue
@@ -128,7 +128,7 @@ class Checkpoint:
 _LAYER = re.compile(r"^(?:blk|(?:model\.)?(?:language_model\.)?(?:model\.)?layers)\.(\d{1,5})\.")
 
 
-def _layer_number(name: str) -> int:
+def layer_number(name: str) -> int:
     """The layer that a tensor belongs to; -1 for none."""
     found = _LAYER.match(name)
     return int(found[1]) if found else -1

@@ -1,0 +1,253 @@
+"""The budget: what weights, caches, buffers and loading take, pool by pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from bakehouse.checkpoints.shape import LayerKind, ModelShape
+from bakehouse.memory.cache import cache_lines, context_of
+from bakehouse.memory.demand import Demand
+from bakehouse.memory.machine import Machine
+from bakehouse.memory.types import GIB, Basis, Budget, Line, Phase, Pool, Purse, gib
+from bakehouse.memory.weight import Weight
+from bakehouse.recipe.model import Measured
+
+CUDA_CONTEXT = GIB // 2
+PROCESS = GIB // 8
+VLLM_WORKING = int(4.65 * GIB)
+"""Activations and CUDA graphs, from one run of a 30B model: 75.45 - 60.7 - 10.1 GiB."""
+VLLM_CPU_WORKING = 2 * GIB
+IDLE = 4 * GIB
+"""What an idle system with a unified memory uses, assumed."""
+RULE = "rule of thumb"
+
+
+def make_budget(
+    machine: Machine,
+    demand: Demand,
+    weights: Mapping[str, Weight],
+    *,
+    measured: Sequence[Measured] = (),
+    reserve: int | None = None,
+) -> Budget:
+    """Count everything. `weights` maps the roles `model`, `drafter` and `projector`; pure."""
+    model = weights["model"]
+    context = context_of(model.shape, demand) if model.shape else demand.context
+    count = _Count(machine, demand, weights, context, {m.what: m for m in measured})
+    count.weights_held()
+    if "left" in count.measured:
+        count.all_the_rest()
+    elif demand.share is not None and machine.has_gpu:
+        count.working()
+        count.share()
+        count.staging()
+    else:
+        count.caches()
+        count.working()
+        count.staging()
+    pools = (Pool.GPU, Pool.SYSTEM) if machine.discrete else (Pool.SYSTEM,)
+    return Budget(
+        machine=machine.name,
+        context=context,
+        lines=(*machine.lines(), *count.lines),
+        purses=tuple(count.purse(pool, reserve) for pool in pools),
+        unknown=tuple(count.unknown),
+        lacking=tuple(count.lacking),
+    )
+
+
+def compute_bytes(shape: ModelShape | None, demand: Demand, context: int | None) -> tuple[int, str]:
+    """Scratch buffers of one batch, by a rule that errs on the side of more; and the rule.
+
+    Held against llama-server 11434: SmolLM2 at 8192 tokens 22.6 MiB (rule 23.8), at 512 tokens
+    15.1 MiB (rule 16.3).
+    """
+    if shape is None or not shape.embedding:
+        return GIB, "1 GiB, the model's figures not being known"
+    each = 4 * (6 * shape.embedding + 3 * shape.feed_forward)
+    attended = context or shape.context_limit or 4096
+    formula = f"{demand.batch} tokens x (4 B x (6 x embedding + 3 x feed-forward)"
+    attention = (LayerKind.FULL, LayerKind.LATENT, LayerKind.SLIDING)
+    if any(layer.kind in attention for layer in shape.layers):
+        if demand.flash:
+            each += 2 * attended
+            formula += " + 2 B x context"
+        else:
+            each += 4 * shape.heads * attended
+            formula += " + 4 B x heads x context"
+    return demand.batch * each, formula + ")"
+
+
+@dataclass
+class _Count:
+    """The lines as they are counted, one after the other."""
+
+    machine: Machine
+    demand: Demand
+    weights: Mapping[str, Weight]
+    context: int | None
+    measured: Mapping[str, Measured]
+    lines: list[Line] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
+
+    @property
+    def compute_pool(self) -> Pool:
+        return self.machine.pool if self.demand.gpu_layers != 0 else Pool.SYSTEM
+
+    def add(
+        self, item: str, size: int, formula: str, source: str, pool: Pool, *,
+        basis: Basis = Basis.COMPUTED, phase: Phase = Phase.ALWAYS,
+    ) -> None:  # fmt: skip
+        line = Line(item=item, bytes=size, formula=formula, source=source, basis=basis,
+                    pool=pool, phase=phase)  # fmt: skip
+        self.lines.append(line)
+
+    def as_measured(self, what: str, item: str, pool: Pool, phase: Phase) -> bool:
+        """Take a measured figure where there is one; whether there was."""
+        if found := self.measured.get(what):
+            self.add(item, found.size, "as measured", found.source, pool,
+                     basis=Basis.MEASURED, phase=phase)  # fmt: skip
+        return found is not None
+
+    def purse(self, pool: Pool, reserve: int | None) -> Purse:
+        held = dict.fromkeys(Phase, 0)
+        for line in self.lines:
+            if line.pool is pool:
+                held[line.phase] += line.bytes
+        gpu = pool is Pool.GPU
+        return Purse(
+            pool=pool,
+            total=self.machine.gpu_total() if gpu else self.machine.total,
+            available=self.machine.gpu_free() if gpu else self.machine.available,
+            reserve=self.machine.reserve(pool) if reserve is None or gpu else reserve,
+            loading=held[Phase.ALWAYS] + held[Phase.LOADING],
+            serving=held[Phase.ALWAYS] + held[Phase.SERVING],
+        )
+
+    def weights_held(self) -> None:
+        """Weights by role; a measured figure stands for all roles together."""
+        pool = self.machine.pool
+        if self.as_measured("weights", "weights, all", pool, Phase.ALWAYS):
+            return
+        split = self.machine.discrete and self.demand.engine == "llama.cpp"
+        for role, weight in self.weights.items():
+            item = "weights" if role == "model" else role
+            what = "sum of tensor sizes" if weight.checkpoint else "sum of file sizes"
+            if not split or role != "model":
+                self.add(item, weight.resident, what, weight.source, pool)
+                continue
+            if on_gpu := weight.offloaded(self.demand.gpu_layers):
+                self.add(item, on_gpu, what + " of offloaded layers", weight.source, pool)
+            if kept := weight.kept(self.demand.gpu_layers):
+                self.add(f"{item}, not offloaded", kept, what, weight.source, Pool.SYSTEM)
+
+    def caches(self) -> None:
+        """The caches of model and drafter for the served context."""
+        pool = self.compute_pool if self.demand.cache_on_gpu else Pool.SYSTEM
+        if self.as_measured("cache", "cache", pool, Phase.SERVING):
+            return
+        for role in ("model", "drafter"):
+            if not (weight := self.weights.get(role)):
+                continue
+            if weight.shape is None or self.context is None:
+                self.unknown.append(f"the cache of the {role}: its header was not read")
+                continue
+            found = cache_lines(weight.shape, self.demand, self.context, pool)
+            if found is None:
+                kinds = f"{self.demand.keys}/{self.demand.values}"
+                self.unknown.append(f"the cache of the {role}: type {kinds} is not known")
+                continue
+            prefix = "" if role == "model" else "drafter's "
+            self.lines += [x.model_copy(update={"item": prefix + x.item}) for x in found]
+            self.unknown += [f"{role}: {a}" for a in weight.shape.assumptions if "as 0" in a]
+
+    def working(self) -> None:
+        """Compute buffers, and what the engine and the driver take for themselves."""
+        pool, shape = self.compute_pool, self.weights["model"].shape
+        if self.as_measured("compute", "compute buffers", pool, Phase.SERVING):
+            pass
+        elif self.demand.engine == "vllm":
+            size = VLLM_WORKING if self.machine.has_gpu else VLLM_CPU_WORKING
+            self.add("activations and graphs", size, gib(size), RULE + ", from one measured run",
+                     pool, basis=Basis.ASSUMED, phase=Phase.SERVING)  # fmt: skip
+        else:
+            size, formula = compute_bytes(shape, self.demand, self.context)
+            self.add("compute buffers", size, formula, RULE + ", held against llama-server",
+                     pool, basis=Basis.ASSUMED, phase=Phase.SERVING)  # fmt: skip
+        if self.as_measured("engine", "engine and driver", pool, Phase.ALWAYS):
+            return
+        if self.machine.has_gpu and self.demand.share is None:
+            self.add("CUDA context", CUDA_CONTEXT, "0.5 GiB a process", RULE,
+                     self.machine.pool, basis=Basis.ASSUMED)  # fmt: skip
+        self.add("the server's process", PROCESS, "0.125 GiB", RULE, Pool.SYSTEM,
+                 basis=Basis.ASSUMED)  # fmt: skip
+
+    def share(self) -> None:
+        """What vLLM's share of the total memory leaves for the cache; all of it is taken."""
+        pool, share = self.machine.pool, self.demand.share or 0.0
+        total = self.machine.gpu_total() if self.machine.discrete else self.machine.total
+        # Buffers are part of the share, which is taken as a whole before the server is ready.
+        inside = [x for x in self.lines if x.pool is pool and x.item != "the server's process"]
+        room = int(share * total) - sum(line.bytes for line in inside)
+        source = "vLLM takes --gpu-memory-utilization of the total"
+        if told := self.measured.get("cache"):
+            source += f"; {gib(told.size)} measured: {told.source}"
+        self.add("cache, what the share leaves", max(room, 0),
+                 f"{share:g} x {gib(total)} = {gib(int(share * total))}, less the above",
+                 source, pool, phase=Phase.SERVING)  # fmt: skip
+        shape = self.weights["model"].shape
+        found = None
+        if shape is not None and self.context is not None:
+            found = cache_lines(shape, self.demand, self.context, pool)
+        if room <= 0:
+            self.lacking.append(
+                f"weights and buffers use up the share of {gib(int(share * total))}"
+            )
+        elif found is None:
+            self.unknown.append("the cache that one sequence needs: layers or type not known")
+        elif (need := sum(line.bytes for line in found)) > room:
+            self.lacking.append(
+                f"{self.context} tokens need {gib(need)}, the share leaves {gib(room)}"
+            )
+
+    def staging(self) -> None:
+        """What loading holds on top: the files that are read and not yet in their place."""
+        if self.as_measured("staging", "loader staging", Pool.SYSTEM, Phase.LOADING):
+            return
+        demand, machine = self.demand, self.machine
+        # Without a GPU the mapped file is the weights. A discrete GPU's weights are mapped in the
+        # machine's memory as page cache, which the kernel takes back when it needs it.
+        if not machine.has_gpu or demand.gpu_layers == 0 or not demand.mmap:
+            return
+        if demand.engine == "vllm":
+            size = max(weight.largest for weight in self.weights.values())
+            taken = self.demand.share is not None and machine.unified
+            self.add("loader staging", size, "the largest shard",
+                     "shards are loaded one by one" + (", beside the reserved share" * taken),
+                     Pool.SYSTEM, phase=Phase.LOADING)  # fmt: skip
+            if taken:
+                self.reserved_while_loading()
+        elif machine.unified:
+            size = sum(weight.size for weight in self.weights.values())
+            self.add("loader staging", size, "all mapped files, beside the device's copy",
+                     "mapped pages and the device's copy share one pool; without mmap nothing "
+                     "is held twice", Pool.SYSTEM, phase=Phase.LOADING)  # fmt: skip
+
+    def reserved_while_loading(self) -> None:
+        """The share counts against loading too: it is one pool, and the engine holds it."""
+        for i, line in enumerate(self.lines):
+            if line.phase is Phase.SERVING:
+                self.lines[i] = line.model_copy(update={"phase": Phase.ALWAYS})
+
+    def all_the_rest(self) -> None:
+        """Everything besides the weights, from what a machine had left with a server loaded."""
+        left = self.measured["left"]
+        held = sum(line.bytes for line in self.lines)
+        total = left.of or self.machine.total
+        self.add(
+            "cache, buffers and engine", max(0, total - IDLE - left.size - held),
+            f"{gib(total)} - {gib(left.size)} left - weights - {gib(IDLE)} of an idle system",
+            left.source, self.machine.pool, basis=Basis.MEASURED, phase=Phase.SERVING,
+        )  # fmt: skip
