@@ -93,10 +93,9 @@ def _build(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> BuildRecord:
     step = plan.step("install")
     with timed("install"), run.step(step.id, step.argv) as taken:
         installed = install(ctx, plan, step, configured, taken.log)
-    run.checks(installed.checks)
-    steps.all_passed("the built files would not find each other", installed.checks)
+    checks += steps.accept_files(plan, run, installed.checks)
     with timed("verify"):
-        checks += installed.checks + steps.verify(ctx, plan, run)
+        checks += steps.verify(ctx, plan, run)
     record = _record(ctx, plan, run, checks, installed.system, times, started)
     _place(work / "stage", Path(plan.artifact), record)
     return record

@@ -102,8 +102,35 @@ def install(
                     hint="see the log",
                 )
         out.chmod(PROGRAM_MODE if _is_program(configured, name) else LIBRARY_MODE)
+    for name, file in toolkit_libraries(target, plan).items():
+        shutil.copyfile(file, target / name)
+        (target / name).chmod(LIBRARY_MODE)
+        chosen[name] = file
     stage.chmod(FOLDER_MODE)
     return _judge(target, chosen)
+
+
+def toolkit_libraries(folder: Path, plan: BuildPlan) -> dict[str, Path]:
+    """The CUDA libraries that the files in `folder` load, and those that these load in turn.
+
+    They become part of the artifact: what was proven does not change under it when the machine's
+    toolkit is upgraded or removed, and `$ORIGIN` is the whole run path. The driver's libcuda.so.1
+    is not one of them: it belongs to the machine.
+    """
+    if plan.expected.cuda is None:
+        return {}
+    toolkit = plan.expected.cuda.toolkit
+    library = Path(toolkit.library)
+    found: dict[str, Path] = {}
+    todo = [file for file in folder.iterdir() if file.is_file()]
+    while todo:
+        for needed in (_dynamic(todo.pop()) or Dynamic()).needed:
+            file = library / needed
+            if needed in found or (folder / needed).exists() or not file.exists():
+                continue
+            found[needed] = file.resolve()
+            todo.append(found[needed])
+    return found
 
 
 def _is_program(configured: Configured, name: str) -> bool:

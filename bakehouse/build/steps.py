@@ -14,12 +14,14 @@ from bakehouse.context import Context
 from bakehouse.engines.configured import Configured
 from bakehouse.engines.llamacpp.accept import RULES
 from bakehouse.engines.llamacpp.cmake import git_stand_in
+from bakehouse.engines.llamacpp.cuda import decisive, refuse_cuda
 from bakehouse.errors import BakehouseError, BuildFailed, HostError
 from bakehouse.lock import Lock
 from bakehouse.plan.types import BuildPlan
 from bakehouse.ports.process import Captured, Finished, environment
 from bakehouse.records.store import Run
 from bakehouse.redact import clean
+from bakehouse.toolkit.artifact import accept_artifact
 
 VERSION_S = 60.0
 """Seconds within which a finished server has to say its version."""
@@ -51,7 +53,8 @@ def accept(plan: BuildPlan, run: Run, configured: Configured) -> tuple[Check, ..
     with run.step("accept"):
         checks = tuple(c for rule in RULES for c in rule(configured, plan.expected))
     run.checks(checks)
-    all_passed("what CMake configured is not what was asked for", checks)
+    refuse_cuda(configured, plan.expected, checks)
+    all_passed("what CMake configured is not what was asked for", decisive(checks))
     return checks
 
 
@@ -67,6 +70,15 @@ def all_passed(what: str, checks: tuple[Check, ...]) -> None:
             id="not-accepted",
             checks=checks,
         )
+
+
+def accept_files(plan: BuildPlan, run: Run, checks: tuple[Check, ...]) -> tuple[Check, ...]:
+    """Judge what was installed, GPU code included; BuildFailed unless all pass."""
+    if cuda := plan.expected.cuda:
+        checks += accept_artifact(Path(plan.work) / "stage", cuda.toolkit, cuda.requested)
+    run.checks(checks)
+    all_passed("the built files are not what was asked for", checks)
+    return checks
 
 
 def compile_targets(ctx: Context, plan: BuildPlan, run: Run) -> None:

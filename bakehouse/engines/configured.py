@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from bakehouse.base import Frozen
 from bakehouse.checks import Check
+from bakehouse.toolkit.types import Requested, Toolkit
 
 
 class Compiler(Frozen):
@@ -20,6 +21,13 @@ class Compiler(Frozen):
     version: str
     id: str = ""
     """CMake's name for its maker: GNU, Clang, NVIDIA."""
+
+
+class CudaExpected(Frozen):
+    """The toolkit of a CUDA build and what is asked of it."""
+
+    toolkit: Toolkit
+    requested: Requested
 
 
 class Expected(Frozen):
@@ -34,6 +42,7 @@ class Expected(Frozen):
     asked: dict[str, str]
     """The recipe's own definitions, as they were passed."""
     targets: tuple[str, ...]
+    cuda: CudaExpected | None = None
 
 
 @dataclass(frozen=True)

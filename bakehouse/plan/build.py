@@ -74,6 +74,7 @@ def plan_build(
         forced={**engine.FORCED, **engine.stamps(lock), **extra.definitions},
         asked={name: passed[name] for name in own},
         targets=build.targets,
+        cuda=extra.cuda,
     )
     return BuildPlan(
         digest=inputs.digest,
@@ -188,6 +189,7 @@ def _environment(lock: Lock, tools: Tools, work: Path, extra: Extra) -> dict[str
         "PATH": tools.search_path,
         "SOURCE_DATE_EPOCH": str(lock.source.date if lock.source else 0),
         **extra.environment,
+        **extra.path_environment,
     }
     return dict(sorted(env.items()))
 

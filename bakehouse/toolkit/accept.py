@@ -9,26 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 
-from bakehouse.base import Frozen
 from bakehouse.checks import Check, Verdict, check
 from bakehouse.errors import BuildFailed
 from bakehouse.toolkit.configured import Configured, Line, cmake_version, read_cache, read_configure
 from bakehouse.toolkit.force import ARCHITECTURES, COMPILER, ROOT, unverified_flags
-from bakehouse.toolkit.types import Toolkit, parse_architecture, satisfies, split_list
+from bakehouse.toolkit.types import Requested, Toolkit, parse_architecture, satisfies, split_list
 
+UNVERIFIED = "cuda.host-compiler-checked"
+"""Its verdict is unknown where nvcc's own check is switched off: such a build is unverified."""
 Resolve = Callable[[str], str]
-
-
-class Requested(Frozen):
-    """What the recipe asks of the CUDA build."""
-
-    version: str
-    architectures: tuple[str, ...]
-    """As CMake takes them, `native` expanded."""
-    definitions: dict[str, str] = {}
-    """All CMake definitions of the build."""
-    log: str = "configure.log"
-    """How the configure log is named in messages."""
 
 
 def accept_configure(
@@ -92,7 +81,7 @@ _MENDS = {
     "cuda.compilable": "take a toolkit that knows these architectures, or other architectures; "
     "121 needs 12.9 or newer; names with 'f' need CMake 3.31.8 or 4.0.2",
     "cuda.skipped": "name an architecture that these kernels are written for",
-    "cuda.host-compiler": "install g++-{gcc} and set build.cmake.CMAKE_CUDA_HOST_COMPILER to it",
+    "cuda.host-compiler": "install gcc-{gcc} and g++-{gcc}, and set CC and CXX to them",
 }
 
 
@@ -294,7 +283,7 @@ def _overridden(cache: dict[str, str], requested: Requested) -> tuple[Check, ...
         return ()
     return (
         check(
-            "cuda.host-compiler-checked",
+            UNVERIFIED,
             "nvcc checks the host compiler itself",
             f"-allow-unsupported-compiler in {_words(named)}: this build is unverified",
             "the recipe's CMake definitions",

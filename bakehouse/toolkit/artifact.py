@@ -12,9 +12,9 @@ from pathlib import Path
 
 from bakehouse.checks import Check, check
 from bakehouse.host import Gpu
-from bakehouse.toolkit.accept import Requested, specific
+from bakehouse.toolkit.accept import specific
 from bakehouse.toolkit.embedded import CudaFile, NotElf, read_cuda_file
-from bakehouse.toolkit.types import Toolkit, numbers, parse_architecture
+from bakehouse.toolkit.types import Requested, Toolkit, numbers, parse_architecture
 
 _DEVICE = re.compile(r"^\s+(?P<id>CUDA\d+): (?P<name>.+?) \(\d+ MiB, \d+ MiB free\)\s*$")
 

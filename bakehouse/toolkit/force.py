@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from bakehouse.base import Frozen
 from bakehouse.errors import Fault, HostError, RecipeError
 from bakehouse.recipe.model import Build
-from bakehouse.toolkit.types import parse_architecture, split_list
+from bakehouse.toolkit.types import Toolkit, parse_architecture, split_list
 
 ROOT, COMPILER = "CUDAToolkit_ROOT", "CMAKE_CUDA_COMPILER"
+HOST_COMPILER = "CMAKE_CUDA_HOST_COMPILER"
 ARCHITECTURES = "CMAKE_CUDA_ARCHITECTURES"
 SYSTEM_FOLDERS = frozenset({"/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin"})
 """They hold the host compiler and shell as well, so they stay on PATH behind the toolkit."""
@@ -36,6 +37,8 @@ class Forced(Frozen):
     """What configure and compile are given for one toolkit."""
 
     definitions: dict[str, str]
+    flags: dict[str, tuple[str, ...]]
+    """Added to a definition; `{work}` stands for the build's work folder."""
     environment: dict[str, str]
 
 
@@ -54,7 +57,8 @@ def conflicts(
     """Everything in a recipe's `build` that contradicts itself about CUDA; no other reading."""
     if build is None:
         return ()
-    found = [*_pair(build, resolve)]
+    found = [Conflict(("build", "cmake", n), *_NOT_SO[n]) for n in _NOT_SO if n in build.cmake]
+    found += _pair(build, resolve)
     if wants_cuda(build) and build.cuda is None:
         found.append(
             Conflict(
@@ -76,16 +80,20 @@ def conflicts(
     return tuple(found)
 
 
+_NOT_SO = {
+    "CUDA_TOOLKIT_ROOT_DIR": (
+        "CUDA_TOOLKIT_ROOT_DIR belongs to a CMake module that is no longer used",
+        "name the toolkit in build.cuda.path",
+    ),
+    HOST_COMPILER: (
+        "the host compiler is the one that compiles all other C++ as well",
+        "set CC and CXX in the environment, such as CC=gcc-13 CXX=g++-13",
+    ),
+}
+
+
 def _pair(build: Build, resolve: Callable[[str], str]) -> list[Conflict]:
     cmake = build.cmake
-    if "CUDA_TOOLKIT_ROOT_DIR" in cmake:
-        return [
-            Conflict(
-                ("build", "cmake", "CUDA_TOOLKIT_ROOT_DIR"),
-                "CUDA_TOOLKIT_ROOT_DIR belongs to a CMake module that is no longer used",
-                "name the toolkit in build.cuda.path",
-            )
-        ]
     given = [name for name in (ROOT, COMPILER) if name in cmake]
     if not given:
         return []
@@ -193,47 +201,36 @@ def unverified_flags(definitions: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def force(
-    root: str,
-    *,
-    nvcc: str,
-    library: str,
-    architectures: Sequence[str],
-    host_compiler: str,
-    search_path: str,
-    hides_nvcc: Callable[[str], bool],
-    definitions: Mapping[str, object] | None = None,
+    toolkit: Toolkit, *, host_compiler: str, search_path: str, hides_nvcc: Callable[[str], bool]
 ) -> Forced:
-    """Give definitions and environment for the toolkit at `root`.
+    """Give definitions, flags and environment for one toolkit.
 
-    `host_compiler` is the C++ compiler that nvcc calls, unless the recipe's own `definitions` name
-    one. `search_path` is the PATH to clean; `hides_nvcc(folder)` says whether a folder holds an
-    nvcc. The toolkit's `bin` comes first, so that even a system folder that has to stay cannot win.
+    `host_compiler` is the C++ compiler that nvcc calls. `search_path` is the PATH to clean;
+    `hides_nvcc(folder)` says whether a folder holds an nvcc. The toolkit's `bin` comes first, so
+    that even in a system folder, which has to stay, no other nvcc can win.
     """
-    given = definitions or {}
-    host = str(given.get("CMAKE_CUDA_HOST_COMPILER", host_compiler))
-    binaries = os.path.join(root, "bin")
+    binaries = os.path.dirname(toolkit.nvcc)
     kept = [
         folder
         for folder in search_path.split(os.pathsep)
-        if folder and (folder in SYSTEM_FOLDERS or not hides_nvcc(folder)) and folder != binaries
+        if folder and folder != binaries and (folder in SYSTEM_FOLDERS or not hides_nvcc(folder))
     ]
-    run_path = str(given.get("CMAKE_INSTALL_RPATH", "$ORIGIN"))
-    linker = (str(given.get("CMAKE_EXE_LINKER_FLAGS", "")), "-Wl,--allow-shlib-undefined")
     return Forced(
         definitions={
-            ROOT: root,
-            COMPILER: nvcc,
-            "CMAKE_CUDA_HOST_COMPILER": host,
-            ARCHITECTURES: ";".join(architectures),
-            # Without a driver on the build machine, ld finds no libcuda.so.1 for the executables.
-            "CMAKE_EXE_LINKER_FLAGS": " ".join(filter(None, linker)),
-            "CMAKE_INSTALL_RPATH": ";".join(dict.fromkeys([*split_list(run_path), library])),
+            ROOT: toolkit.root,
+            COMPILER: toolkit.nvcc,
+            HOST_COMPILER: host_compiler,
+        },
+        flags={
+            # Where no driver is installed, ld finds no libcuda.so.1 for the programs it links.
+            "CMAKE_EXE_LINKER_FLAGS": ("-Wl,--allow-shlib-undefined",),
+            "CMAKE_CUDA_FLAGS": ("-Xcompiler=-ffile-prefix-map={work}=/build",),
         },
         environment={
-            "CUDACXX": nvcc,
-            "CUDAHOSTCXX": host,
-            "CUDA_HOME": root,
-            "CUDA_PATH": root,
+            "CUDACXX": toolkit.nvcc,
+            "CUDAHOSTCXX": host_compiler,
+            "CUDA_HOME": toolkit.root,
+            "CUDA_PATH": toolkit.root,
             "PATH": os.pathsep.join([binaries, *kept]),
         },
     )

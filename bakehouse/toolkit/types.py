@@ -78,6 +78,18 @@ class Found(Frozen):
     broken: tuple[Broken, ...] = ()
 
 
+class Requested(Frozen):
+    """What the recipe asks of the CUDA build."""
+
+    version: str
+    architectures: tuple[str, ...]
+    """As CMake takes them, `native` expanded."""
+    definitions: dict[str, str] = {}
+    """All CMake definitions of the build."""
+    log: str = "configure.log"
+    """How the configure log is named in messages."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One entry of CMAKE_CUDA_ARCHITECTURES."""

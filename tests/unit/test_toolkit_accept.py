@@ -8,9 +8,9 @@ import pytest
 
 from bakehouse.checks import Check, Verdict
 from bakehouse.errors import BuildFailed
-from bakehouse.toolkit.accept import Requested, accept_configure, refuse, refused
+from bakehouse.toolkit.accept import accept_configure, refuse, refused
 from bakehouse.toolkit.configured import read_configure
-from bakehouse.toolkit.types import Toolkit
+from bakehouse.toolkit.types import Requested, Toolkit
 
 DATA = Path(__file__).parents[1] / "data" / "cmake"
 KNOWN = ("75", "80", "86", "87", "88", "89", "90", "90a", "100", "100a", "100f",

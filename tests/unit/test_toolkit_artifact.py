@@ -9,10 +9,9 @@ import pytest
 
 from bakehouse.checks import Verdict
 from bakehouse.host import Gpu
-from bakehouse.toolkit.accept import Requested
 from bakehouse.toolkit.artifact import accept_artifact, accept_devices, covers, parse_devices
 from bakehouse.toolkit.embedded import NotElf, read_cuda_file
-from bakehouse.toolkit.types import Toolkit
+from bakehouse.toolkit.types import Requested, Toolkit
 
 REAL = {"a": 1 << 20, "f": 1 << 21, "": 0}
 

@@ -16,6 +16,7 @@ from bakehouse.toolkit.force import (
     toolkit_path,
     unverified_flags,
 )
+from bakehouse.toolkit.types import Toolkit
 
 GOOD: dict[str, Any] = {"GGML_CUDA": True, "CMAKE_CUDA_ARCHITECTURES": "121a-real"}
 
@@ -115,27 +116,32 @@ def test_native_without_a_gpu_is_refused() -> None:
     assert expand_native("90-real;121a-real", []) == ("90-real", "121a-real")
 
 
+def test_the_host_compiler_is_the_environments() -> None:
+    assert (
+        "CXX=" in conflicts(build({"version": "13.0"}, CMAKE_CUDA_HOST_COMPILER="g++-13"))[0].hint
+    )
+
+
 def test_everything_points_at_one_toolkit_and_no_other_nvcc_comes_first() -> None:
+    root = "/opt/cuda-13.0"
+    toolkit = Toolkit(
+        root=root, version="13.0.88", nvcc=f"{root}/bin/nvcc", include=f"{root}/include",
+        library=f"{root}/lib",
+    )  # fmt: skip
     made = force(
-        "/opt/cuda-13.0",
-        nvcc="/opt/cuda-13.0/bin/nvcc",
-        library="/opt/cuda-13.0/lib",
-        architectures=("90-real", "121a-real"),
+        toolkit,
         host_compiler="/usr/bin/g++",
         search_path="/opt/cuda-13.2/bin:/home/me/bin:/usr/bin::/opt/cuda-13.0/bin",
         hides_nvcc=lambda folder: folder != "/home/me/bin",
-        definitions={"CMAKE_EXE_LINKER_FLAGS": "-Wl,-s"},
     )
-    assert made.definitions["CUDAToolkit_ROOT"] == "/opt/cuda-13.0"
-    assert made.definitions["CMAKE_CUDA_COMPILER"] == "/opt/cuda-13.0/bin/nvcc"
-    assert made.definitions["CMAKE_CUDA_ARCHITECTURES"] == "90-real;121a-real"
-    assert made.definitions["CMAKE_CUDA_HOST_COMPILER"] == "/usr/bin/g++"
-    assert made.definitions["CMAKE_INSTALL_RPATH"] == "$ORIGIN;/opt/cuda-13.0/lib"
-    assert made.definitions["CMAKE_EXE_LINKER_FLAGS"] == "-Wl,-s -Wl,--allow-shlib-undefined"
+    assert made.definitions == {
+        "CUDAToolkit_ROOT": root,
+        "CMAKE_CUDA_COMPILER": f"{root}/bin/nvcc",
+        "CMAKE_CUDA_HOST_COMPILER": "/usr/bin/g++",
+    }
     assert made.environment["PATH"] == "/opt/cuda-13.0/bin:/home/me/bin:/usr/bin"
-    roots = {made.environment[n] for n in ("CUDA_HOME", "CUDA_PATH")}
-    assert roots == {"/opt/cuda-13.0"}
-    assert made.environment["CUDACXX"] == "/opt/cuda-13.0/bin/nvcc"
+    assert made.environment["CUDA_HOME"] == made.environment["CUDA_PATH"] == root
+    assert made.environment["CUDACXX"] == f"{root}/bin/nvcc"
 
 
 def test_flags_that_switch_the_compiler_check_off_are_seen() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from bakehouse.checks import Check, check
 from bakehouse.engines.configured import AcceptRule, Configured, Expected
 from bakehouse.engines.llamacpp.cmake import same
+from bakehouse.engines.llamacpp.cuda import cuda
 
 _UNUSED = re.compile(r"\s*Manually-specified variables were not used by the project:")
 _DOWNLOAD = re.compile(
@@ -164,5 +165,6 @@ RULES: tuple[AcceptRule, ...] = (
     used,
     targets,
     no_download,
+    cuda,
 )
-"""All rules, in the order in which they are printed. A toolkit adds its own."""
+"""All rules, in the order in which they are printed. What a toolkit asks for comes last."""

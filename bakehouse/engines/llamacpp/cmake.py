@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from bakehouse.engines.configured import CudaExpected
 from bakehouse.lock import Lock
 
 SERVER = "llama-server"
@@ -84,6 +85,11 @@ class Extra:
     compilers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """CMake's language to path and version, for acceptance."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    """Shapes the result: part of the digest."""
+    path_environment: Mapping[str, str] = field(default_factory=dict)
+    """Says where things lie: passed, not part of the digest."""
+    cuda: CudaExpected | None = None
+    """The toolkit, and what acceptance holds CMake's words against."""
 
 
 NOTHING = Extra()

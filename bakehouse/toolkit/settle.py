@@ -1,0 +1,100 @@
+"""From a recipe's wish to one toolkit and a list of architectures."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from bakehouse.context import Context
+from bakehouse.errors import LockError
+from bakehouse.host import read_gpus
+from bakehouse.lock import ToolkitPin
+from bakehouse.places import Places
+from bakehouse.recipe.model import Build, Recipe
+from bakehouse.toolkit.find import choose, find_toolkits
+from bakehouse.toolkit.force import ARCHITECTURES, expand_native, toolkit_path, wants_cuda
+from bakehouse.toolkit.provide import provide, toolkit_folder
+from bakehouse.toolkit.types import Toolkit, satisfies
+
+
+@dataclass(frozen=True)
+class Settled:
+    """One toolkit for one build."""
+
+    toolkit: Toolkit
+    identity: str
+    """Goes into the build digest."""
+    version: str
+    """What the recipe asked for."""
+    architectures: tuple[str, ...]
+
+
+def settle(ctx: Context, recipe: Recipe, pin: ToolkitPin | None, *, make: bool) -> Settled | None:
+    """Choose the toolkit; None for a build without CUDA.
+
+    With `make`, a toolkit that is to be provided is fetched and laid out; without it, it is only
+    described, and the digest is the same. Raises HostError where this machine lacks the toolkit, or
+    a GPU for `native`; LockError where the pin is missing or of another version.
+    """
+    build = recipe.build
+    if build is None or build.cuda is None or not wants_cuda(build):
+        return None
+    wanted = build.cuda.version
+    architectures = _architectures(ctx, build)
+    if build.cuda.provide == "pypi":
+        checked = _pinned(recipe.name, pin, wanted)
+        toolkit = provide(ctx, checked) if make else described(ctx.places, checked)
+        identity = f"provided {toolkit_folder(ctx.places, checked).name}"
+        return Settled(toolkit, identity, wanted, architectures)
+    path = toolkit_path(build)
+    path = os.path.expanduser(path) if path else None
+    toolkit = choose(find_toolkits(ctx, (path,) if path else ()), wanted, path)
+    return Settled(toolkit, toolkit.identity, wanted, architectures)
+
+
+def _architectures(ctx: Context, build: Build) -> tuple[str, ...]:
+    text = str(build.cmake.get(ARCHITECTURES, "native"))
+    if text.strip() != "native":
+        return expand_native(text, ())
+    return expand_native(text, [gpu.compute_capability for gpu in read_gpus(ctx.processes)])
+
+
+def _pinned(recipe: str, pin: ToolkitPin | None, wanted: str) -> ToolkitPin:
+    if pin is None or not satisfies(pin.version, wanted):
+        have = f"pins {pin.version}" if pin else "pins no toolkit"
+        raise LockError(
+            f"recipe {recipe} wants CUDA {wanted} provided, and its lock {have}",
+            hint=f"run: invoke lock --update --recipe {recipe}",
+        )
+    return pin
+
+
+def described(places: Places, pin: ToolkitPin) -> Toolkit:
+    """What a provided toolkit will be, before it is laid out: its paths and its version."""
+    root = toolkit_folder(places, pin)
+    library = root / "lib"
+    major = pin.version.split(".", 1)[0]
+    return Toolkit(
+        root=str(root),
+        origins=(f"to be provided: PyPI, release {pin.release}",),
+        version=pin.version,
+        nvcc=str(root / "bin" / "nvcc"),
+        include=str(root / "include"),
+        headers=pin.version.rsplit(".", 1)[0],
+        library=str(library),
+        libraries={n: f"{library}/lib{n}.so.{major}" for n in ("cudart", "cublas", "cublasLt")},
+    )
+
+
+def with_architectures(recipe: Recipe, settled: Settled) -> Recipe:
+    """Give the recipe as it is built here: `native` expanded, the pair left to `force`."""
+    if recipe.build is None:
+        return recipe
+    kept = {
+        name: value
+        for name, value in recipe.build.cmake.items()
+        if name not in ("CUDAToolkit_ROOT", "CMAKE_CUDA_COMPILER")
+    }
+    cmake = {**kept, ARCHITECTURES: ";".join(settled.architectures)}
+    build = recipe.build.model_copy(update={"cmake": cmake})
+    return recipe.model_copy(update={"build": build})
