@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bakehouse.build.elf import Dynamic, read_dynamic
 from bakehouse.checks import Check, check
 from bakehouse.context import Context
+from bakehouse.elf import Dynamic, read_dynamic
 from bakehouse.engines.configured import Configured
 from bakehouse.errors import BuildFailed
 from bakehouse.plan.types import BuildPlan, Step

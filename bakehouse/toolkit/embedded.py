@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from bakehouse.elf import Dynamic, read_dynamic
+
 MAGIC = 0xBA55ED50
 FLAG_SPECIFIC, FLAG_FAMILY = 1 << 20, 1 << 21
 PTX, MACHINE_CODE = 1, 2
-_DT_NEEDED, _DT_RPATH, _DT_RUNPATH = 1, 15, 29
 
 
 class NotElf(Exception):
@@ -41,7 +42,6 @@ class _Section:
     name: str
     offset: int
     size: int
-    link: int
 
 
 def read_cuda_file(path: Path) -> CudaFile:
@@ -52,7 +52,6 @@ def read_cuda_file(path: Path) -> CudaFile:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 sections = _sections(data)
-                needed, run_path = _dynamic(data, sections)
                 embedded = frozenset(
                     name
                     for section in sections
@@ -61,7 +60,12 @@ def read_cuda_file(path: Path) -> CudaFile:
                 )
             except (struct.error, IndexError, ValueError) as error:
                 raise NotElf(f"{path} is cut short or damaged: {error}") from error
-    return CudaFile(needed, run_path, embedded)
+    try:
+        dynamic = read_dynamic(path) or Dynamic()
+    except ValueError as error:
+        raise NotElf(str(error)) from error
+    run_path = tuple(entry for entry in (dynamic.run_path or "").split(":") if entry)
+    return CudaFile(dynamic.needed, run_path, embedded)
 
 
 def _sections(data: mmap.mmap) -> list[_Section]:
@@ -71,7 +75,7 @@ def _sections(data: mmap.mmap) -> list[_Section]:
     size, count, names_at = struct.unpack_from("<HHH", data, 58)
     rows = [struct.unpack_from("<IIQQQQII", data, offset + i * size) for i in range(count)]
     names = rows[names_at][4]
-    return [_Section(_string(data, names + r[0]), r[4], r[5], r[6]) for r in rows]
+    return [_Section(_string(data, names + r[0]), r[4], r[5]) for r in rows]
 
 
 def _string(data: mmap.mmap, start: int) -> str:
@@ -79,20 +83,6 @@ def _string(data: mmap.mmap, start: int) -> str:
     if end < 0:
         raise ValueError("a string does not end")
     return data[start:end].decode(errors="replace")
-
-
-def _dynamic(data: mmap.mmap, sections: list[_Section]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    needed: list[str] = []
-    run_path: list[str] = []
-    for section in (s for s in sections if s.name == ".dynamic"):
-        strings = sections[section.link].offset
-        for position in range(section.offset, section.offset + section.size, 16):
-            tag, value = struct.unpack_from("<QQ", data, position)
-            if tag == _DT_NEEDED:
-                needed.append(_string(data, strings + value))
-            elif tag in (_DT_RPATH, _DT_RUNPATH):
-                run_path += _string(data, strings + value).split(":")
-    return tuple(needed), tuple(entry for entry in run_path if entry)
 
 
 def _architectures(data: mmap.mmap, start: int, size: int) -> Iterator[str]:

@@ -26,34 +26,29 @@ def fat_binary(*entries: tuple[int, int, str]) -> bytes:
 
 
 def elf(needed: tuple[str, ...], run_path: str, code: bytes) -> bytes:
-    """A smallest ELF file with `.dynamic`, its strings, and `.nv_fatbin`."""
-    names = b"\0.nv_fatbin\0.dynamic\0.dynstr\0.shstrtab\0"
+    """A smallest ELF file: one loaded segment, a dynamic one, and section `.nv_fatbin`."""
+    names = b"\0.nv_fatbin\0"
     strings, tags = b"\0", b""
     for tag, text in [*((1, n) for n in needed), *([(29, run_path)] if run_path else [])]:
         tags += struct.pack("<QQ", tag, len(strings))
         strings += text.encode() + b"\0"
-    tags += bytes(16)
-    parts = [
-        (b"", ""),
-        (code, ".nv_fatbin"),
-        (tags, ".dynamic"),
-        (strings, ".dynstr"),
-        (names, ".shstrtab"),
+    dynamic_at = 64 + 2 * 56
+    strings_at = dynamic_at + len(tags) + 32
+    tags += struct.pack("<QQ", 5, strings_at) + bytes(16)
+    code_at = (strings_at + len(strings) + 7) // 8 * 8
+    names_at = code_at + len(code)
+    table = (names_at + len(names) + 7) // 8 * 8
+    whole = table + 3 * 64
+    data = b"\x7fELF\x02\x01\x01" + bytes(9)
+    data += struct.pack("<HHIQQQIHHHHHH", 3, 62, 1, 0, 64, table, 0, 64, 56, 2, 64, 3, 2)
+    data += struct.pack("<IIQQQQQQ", 1, 4, 0, 0, 0, whole, whole, 8)
+    data += struct.pack("<IIQQQQQQ", 2, 4, dynamic_at, dynamic_at, 0, len(tags), len(tags), 8)
+    data = (data + tags + strings).ljust(code_at, b"\0") + code + names
+    rows = [(0, 0, 0), (1, code_at, len(code)), (0, names_at, len(names))]
+    sections = [
+        struct.pack("<IIQQQQIIQQ", n, 1, 0, 0, at, size, 0, 0, 8, 0) for n, at, size in rows
     ]
-    data, rows = bytes(64), []
-    for content, name in parts:
-        data += bytes(-len(data) % 8)
-        link = 3 if name == ".dynamic" else 0
-        at = names.index(name.encode() + b"\0") if name else 0
-        rows.append(struct.pack("<IIQQQQIIQQ", at, 1, 0, 0, len(data), len(content), link, 0, 8, 0))
-        data += content
-    data += bytes(-len(data) % 8)
-    head = (
-        b"\x7fELF\x02\x01\x01"
-        + bytes(9)
-        + struct.pack("<HHIQQQIHHHHHH", 3, 62, 1, 0, 0, len(data), 0, 64, 0, 0, 64, len(rows), 4)
-    )
-    return head + data[64:] + b"".join(rows)
+    return data.ljust(table, b"\0") + b"".join(sections)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +25,18 @@ def read_dynamic(path: Path) -> Dynamic | None:
 
     Raises ValueError for an ELF file that is cut short or inconsistent.
     """
-    data = path.read_bytes()
-    if data[:4] != b"\x7fELF":
-        return None
-    try:
-        return _read(data)
-    except (struct.error, IndexError) as error:
-        raise ValueError(f"{path.name} is a damaged ELF file: {error}") from error
+    with path.open("rb") as file:
+        if file.read(4) != b"\x7fELF":
+            return None
+        # A CUDA library has half a gigabyte, of which a few pages are read here.
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                return _read(data)
+            except (struct.error, IndexError) as error:
+                raise ValueError(f"{path.name} is a damaged ELF file: {error}") from error
 
 
-def _read(data: bytes) -> Dynamic:
+def _read(data: mmap.mmap) -> Dynamic:
     wide = data[4] == 2
     order = "<" if data[5] == 1 else ">"
     header = struct.unpack_from(order + ("HHIQQQIHHH" if wide else "HHIIIIIHHH"), data, 16)
@@ -65,7 +68,9 @@ def _read(data: bytes) -> Dynamic:
     base = next((o + strings - a for a, o, size in loads if a <= strings < a + size), strings)
 
     def text(offset: int) -> str:
-        end = data.index(b"\0", base + offset)
+        end = data.find(b"\0", base + offset)
+        if end < 0:
+            raise IndexError("a name does not end")
         return data[base + offset : end].decode(errors="replace")
 
     named = {tag: text(v) for tag, v in entries if tag in {_DT_SONAME, _DT_RPATH, _DT_RUNPATH}}
