@@ -74,12 +74,26 @@ class ServePlan(Frozen):
 
     name: str
     argv: tuple[str, ...]
-    """`{nonce}` stands where the run's nonce will be, `{port}` where the port is chosen late."""
+    late: tuple[int, ...] = ()
+    """Places in `argv` at which `{nonce}` stands for the run's nonce. Anywhere else it is text."""
     env: dict[str, str]
     host: str
     port: int
+    """0 lets the system choose; the port is then read from the server's own socket."""
     expects: tuple[str, ...]
     suites: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """Digest of all that shapes the server and what it has to prove."""
+        return digest(self)
+
+    def command(self, nonce: str) -> tuple[str, ...]:
+        """Give the argument list of one run."""
+        return tuple(
+            text.replace("{nonce}", nonce) if place in self.late else text
+            for place, text in enumerate(self.argv)
+        )
 
 
 class Plan(Frozen):

@@ -1,0 +1,98 @@
+"""Recipe, lock, build and weights to the argument list of a server. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from bakehouse.engines.llamacpp import server
+from bakehouse.errors import UsageError
+from bakehouse.lock import Lock
+from bakehouse.places import Places
+from bakehouse.plan.types import ServePlan
+from bakehouse.recipe.model import Recipe
+
+
+class Paths(Protocol):
+    """Where a model's files lie, as the engine sees them."""
+
+    @property
+    def first(self) -> str:
+        """The first file: what `-m` takes, also of a model in several files."""
+
+    @property
+    def path(self) -> str:
+        """The folder, or the only file."""
+
+    @property
+    def files(self) -> Sequence[str]:
+        """All files."""
+
+
+def variables(recipe: Recipe, binary: str, weights: Mapping[str, Paths]) -> dict[str, Any]:
+    """Give what a command template may name: `server`, `weights`, `serve` and `vars`."""
+    settings = recipe.serve.model_dump(mode="json", exclude={"command", "api_key", "env", "vars"})
+    roles = {
+        role: {"first": paths.first, "path": paths.path, "files": list(paths.files)}
+        for role, paths in weights.items()
+    }
+    return {"server": binary, "weights": roles, "serve": settings, "vars": recipe.serve.vars}
+
+
+def bind_address(host: str, *, has_key: bool) -> str:
+    """Give the one IP address to listen at; UsageError for anything else, or if it lacks a key."""
+    literal = "127.0.0.1" if host == "localhost" else host.strip("[]")
+    try:
+        address = ipaddress.ip_address(literal)
+    except ValueError:
+        raise UsageError(
+            f"'{host}' is no IP address", where="serve.host",
+            hint="write one address, such as 127.0.0.1, ::1 or 0.0.0.0", id="bad-host",
+        ) from None  # fmt: skip
+    if not address.is_loopback and not has_key:
+        raise UsageError(
+            f"{address} can be reached from other machines, and the recipe sets no API key",
+            where="serve.host", id="key-needed",
+            hint="set serve.api_key.env (or .file), or serve at 127.0.0.1",
+        )  # fmt: skip
+    return str(address)
+
+
+def plan_serve(
+    recipe: Recipe,
+    lock: Lock,
+    command: Sequence[str],
+    weights: Mapping[str, Paths],
+    *,
+    places: Places,
+    where: server.Where,
+    host: str | None = None,
+    port: int | None = None,
+) -> tuple[ServePlan, server.Features]:
+    """Plan a llama-server of a rendered command; `host` and `port` take the recipe's places.
+
+    Raises RecipeError for a command that sets what Bakehouse sets, UsageError for an address that
+    must not be listened at.
+    """
+    folder = places.servers / recipe.name
+    has_key = recipe.serve.api_key is not None
+    address = bind_address(host or recipe.serve.host, has_key=has_key)
+    chosen = recipe.serve.port if port is None else port
+    server.refuse(command, recipe, where)
+    added, alias = server.additions(
+        command, name=recipe.name, host=address, port=chosen, slots=recipe.serve.slots,
+        key_file=str(folder / "api-key") if has_key else None,
+    )  # fmt: skip
+    asked = server.features(recipe, lock, command, weights["model"].first)
+    plan = ServePlan(
+        name=recipe.name,
+        argv=(*command, *added),
+        late=(len(command) + alias,),
+        env={**recipe.serve.env, "XDG_CONFIG_HOME": str(folder / "config")},
+        host=address,
+        port=chosen,
+        expects=server.expectations(asked),
+        suites=recipe.probe.suites,
+    )
+    return plan, asked

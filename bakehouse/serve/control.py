@@ -1,0 +1,155 @@
+"""What runs and how it is ended: speaks to what is on disk and to the process table.
+
+Works after a crash or a reboot, and with a state file that is cut short: every process of a server
+carries the server's folder in its environment, and none is signalled on the word of a file alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bakehouse.places import Places
+from bakehouse.ports.guard import descendants
+from bakehouse.serve import state as states
+from bakehouse.serve.processes import Process, end, marked
+from bakehouse.serve.state import Ended, State, Unreadable
+
+KEEPER_MODULE = "bakehouse.serve.keeper"
+KEEPER_GRACE_S = 10.0
+"""What a keeper may take beyond the server's own time to stop."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One server as it stands.
+
+    `word` is `running` (proven and alive), `starting` (alive, not proven yet), `orphaned` (alive
+    without its keeper), `gone` (it was there and nobody saw its end) or `ended`.
+    """
+
+    name: str
+    folder: Path
+    word: str
+    state: State | None
+    processes: tuple[Process, ...]
+    """The keeper first, where it lives."""
+    trouble: str | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether anything of it runs."""
+        return bool(self.processes)
+
+
+def folders(places: Places) -> tuple[Path, ...]:
+    """Give the folder of each server that left a trace."""
+    if not places.servers.is_dir():
+        return ()
+    return tuple(sorted(f for f in places.servers.iterdir() if f.is_dir()))
+
+
+def look(folder: Path) -> Seen:
+    """Find out how a server stands; what is gone is written down as gone."""
+    trouble = None
+    try:
+        known = states.read(folder)
+    except Unreadable as error:
+        known, trouble = None, f"its state cannot be read: {error}"
+    found = everything(folder, known)
+    keeper = next((p for p in found if is_keeper(p, folder)), None)
+    ordered = tuple(sorted(found, key=lambda p: (p != keeper, p.pid)))
+    if known and not found and known.phase != "ended":
+        known = _note_gone(folder, known)
+        return Seen(folder.name, folder, "gone", known, ())
+    if not found:
+        word = "gone" if trouble else "ended"
+        return Seen(folder.name, folder, word, known, (), trouble)
+    if keeper is None:
+        word = "orphaned"
+    else:
+        word = "running" if known and known.phase == "proven" and known.server_alive else "starting"
+    return Seen(folder.name, folder, word, known, ordered, trouble)
+
+
+def everything(folder: Path, known: State | None) -> tuple[Process, ...]:
+    """All live processes of a server: marked ones, those on record, and all below them.
+
+    A process on record counts only if its start time and boot are the ones on record.
+    """
+    found = set(marked(folder))
+    if known and known.this_boot:
+        found |= {
+            p for p in (known.keeper, known.server) if p and p.alive and _ours(p, folder, known)
+        }
+    for process in tuple(found):
+        found |= {p for pid in descendants(process.pid) if (p := Process.of(pid))}
+    mine = {os.getpid(), os.getppid(), 1}
+    return tuple(sorted((p for p in found if p.pid not in mine), key=lambda p: p.pid))
+
+
+def _ours(process: Process, folder: Path, known: State) -> bool:
+    """Whether a process on record also looks like what was started: the nonce is in its command."""
+    named = any(known.nonce in argument for argument in process.command)
+    return named or is_keeper(process, folder)
+
+
+def is_keeper(process: Process, folder: Path) -> bool:
+    """Whether a process is the keeper of this server."""
+    command = process.command
+    return KEEPER_MODULE in command and str(folder) in command
+
+
+def _note_gone(folder: Path, known: State) -> State:
+    """Write down, once, that a server is gone and nobody saw how."""
+    reboot = "this machine was restarted" if not known.this_boot else "its keeper was killed"
+    ended = Ended(at=states.now(), why="lost", code=None, says=f"gone: {reboot}")
+    gone = replace(known, phase="ended", ended=ended)
+    states.write(folder, gone)
+    return gone
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """What stopping came to."""
+
+    name: str
+    ran: bool
+    """Whether there was anything to stop."""
+    killed: bool
+    """Whether TERM was not enough."""
+    says: str
+
+
+def stop(folder: Path) -> Stopped:
+    """End a server, its keeper and all their descendants; harmless where nothing runs."""
+    seen = look(folder)
+    if not seen.alive:
+        how = seen.state.ended.says if seen.state and seen.state.ended else "it does not run"
+        return Stopped(seen.name, ran=False, killed=False, says=f"was not running ({how})")
+    patience = seen.state.stop_timeout if seen.state else 20.0
+    keeper = next((p for p in seen.processes if is_keeper(p, folder)), None)
+    if keeper:
+        end(lambda: _alive([keeper]), grace=patience + KEEPER_GRACE_S)
+    known = _read(folder)
+    killed = end(lambda: everything(folder, known), grace=2.0 if keeper else patience)
+    known = _read(folder)
+    if known and known.phase != "ended":
+        ended = Ended(at=states.now(), why="stopped", code=None, says="stopped as asked")
+        states.write(folder, replace(known, phase="ended", ended=ended))
+    by_kill = killed or bool(known and known.ended and known.ended.code == -9)
+    says = "stopped" + (" (it ignored TERM and was killed)" if by_kill else "")
+    return Stopped(seen.name, ran=True, killed=by_kill, says=says)
+
+
+def _alive(processes: Iterable[Process]) -> list[Process]:
+    return [p for p in processes if p.alive]
+
+
+def _read(folder: Path) -> State | None:
+    try:
+        return states.read(folder)
+    except Unreadable:
+        return None

@@ -1,0 +1,257 @@
+"""The keeper: one small process for each server. It is the server's parent, and its guard.
+
+Run as `python -m bakehouse.serve.keeper FOLDER FD` by `serve.launch`; FD is a socket over which it
+is told, as one JSON line, what to start, and later that the server is proven. Until then the end
+of whoever holds the other end, however it comes, ends the server: what was never proven does not
+live on. A TERM to the keeper stops the server. Should the keeper itself be killed, the kernel kills
+the server with it (PDEATHSIG): an unwatched server is not left behind either.
+
+Standard library only, save for the signatures, which are loaded once the server runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from bakehouse.ports.guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, descendants
+from bakehouse.serve import oom, state
+from bakehouse.serve.processes import Process, end
+from bakehouse.serve.state import Ended, Spec, State
+from bakehouse.serve.watch import LogWatch, available_memory
+
+TICK_S = 0.25
+LEFTOVERS_S = 2.0
+"""What a server leaves running when it ends gets so long, in seconds, between TERM and KILL."""
+LOW_TICKS = 2
+"""So many readings in a row under the floor before the server is stopped."""
+OOM_SCORE = 500
+"""Where memory runs out, the kernel should take the server and not its neighbours."""
+
+
+class Keeper:
+    """The life of one server, from its start to its record of how it ended."""
+
+    def __init__(self, folder: Path, control: socket.socket) -> None:
+        self.folder = folder
+        self.control: socket.socket | None = control
+        self.heard = b""
+        self.spec = Spec.from_json(self._line(wait=True))
+        self.state: State = self.spec.state
+        self.child = 0
+        self.status: int | None = None
+        self.why: str | None = None
+        self.refused = ""
+        self.low = 0
+        self.libc = ctypes.CDLL(None, use_errno=True)
+        self.log = LogWatch(folder / "server.log", self.spec.engine)
+        self.oom = oom.Watch()
+
+    def run(self) -> None:
+        """Start the server, watch it to its end, write down how it ended."""
+        wake = _signals()
+        self.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self.child = self._start()
+        self._note(keeper=Process.of(os.getpid()), server=Process.of(self.child))
+        self._tell({"event": "started", "pid": self.child})
+        with selectors.DefaultSelector() as selector:
+            selector.register(wake, selectors.EVENT_READ, "wake")
+            if self.control:
+                selector.register(self.control, selectors.EVENT_READ, "control")
+            while self.status is None and self.why is None:
+                for key, _ in selector.select(TICK_S):
+                    if key.data == "wake":
+                        self._woken(wake)
+                    elif self.control and not self._listen(self.control):
+                        selector.unregister(self.control)
+                        self._let_go()
+                self._reap()
+                self._guard()
+        self._finish()
+
+    def _start(self) -> int:
+        """Fork the server into its own session, tied to this process."""
+        keeper = os.getpid()
+        out = os.open(self.folder / "server.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        argv, env = self.spec.state.argv, self.spec.env
+        pid = os.fork()
+        if pid:
+            os.close(out)
+            os.close(nothing)
+            return pid
+        try:
+            os.setsid()
+            self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != keeper:
+                os._exit(137)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+                signal.signal(number, signal.SIG_DFL)
+            for source, target in ((nothing, 0), (out, 1), (out, 2)):
+                os.dup2(source, target)
+            os.closerange(3, 4096)
+            _lower_claims()
+            os.chdir(self.spec.cwd)
+            os.execve(argv[0], list(argv), env)  # noqa: S606 - this is where the argv becomes a process
+        except OSError as error:
+            os.write(2, f"{argv[0]}: {error.strerror}\n".encode(errors="replace"))
+            os._exit(126 if isinstance(error, PermissionError) else 127)
+
+    def _woken(self, wake: int) -> None:
+        """Take TERM as the wish to stop; SIGCHLD only wakes."""
+        if signal.SIGTERM in os.read(wake, 512):
+            self.why = "stopped"
+
+    def _listen(self, control: socket.socket) -> bool:
+        """Take what `serve` says; False when it has gone, or has let go."""
+        try:
+            chunk = control.recv(65536)
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:
+            chunk = b""
+        self.heard += chunk
+        while b"\n" in self.heard:
+            message = json.loads(self._line())
+            if message["do"] == "port":
+                self._note(port=int(message["port"]))
+            elif message["do"] == "proven":
+                self._note(
+                    phase="proven", proven=state.now(), record=message.get("record"),
+                    foreground=bool(message.get("foreground")),
+                )  # fmt: skip
+                self._tell({"event": "proven"})
+            elif message["do"] == "refuse":
+                self.why, self.refused = "refused", str(message["says"])
+        return bool(chunk)
+
+    def _line(self, *, wait: bool = False) -> str:
+        while wait and self.control and b"\n" not in self.heard:
+            chunk = self.control.recv(65536)
+            if not chunk:
+                raise SystemExit(0)
+            self.heard += chunk
+        line, _, self.heard = self.heard.partition(b"\n")
+        return line.decode()
+
+    def _let_go(self) -> None:
+        """The other end is gone: right after the proof, and reason to stop before it."""
+        if self.control:
+            self.control.close()
+        self.control = None
+        if self.state.phase != "proven":
+            self.why = "unproven"
+        elif self.state.foreground:
+            self.why = "stopped"
+
+    def _guard(self) -> None:
+        if findings := self.log.findings():
+            self._note(findings=(*self.state.findings, *findings)[:50])
+        free = available_memory()
+        low = bool(self.spec.memory_floor) and free is not None and free < self.spec.memory_floor
+        self.low = self.low + 1 if low else 0
+        if self.low >= LOW_TICKS and self.status is None and self.why is None:
+            self.why = "memory"
+
+    def _reap(self) -> None:
+        """Collect whatever ended below, and remember how the server itself did."""
+        try:
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if found[0] == self.child:
+                    self.status = found[1]
+        except ChildProcessError:
+            return
+
+    def _finish(self) -> None:
+        """Stop what still runs, all of it, and record the end."""
+        if self.status is None:
+            _end_group(self.child, self.state.stop_timeout, self._reap)
+        end(self._below, grace=LEFTOVERS_S, tick=self._reap)
+        self._reap()
+        if findings := self.log.findings():
+            self._note(findings=(*self.state.findings, *findings)[:50])
+        code = None if self.status is None else os.waitstatus_to_exitcode(self.status)
+        why = self.why or "exited"
+        says = (
+            f"stopped: {self.refused}"
+            if why == "refused"
+            else oom.explain(code, why, self.oom.killed(self.child), self.spec.memory_floor)
+        )
+        ended = Ended(at=state.now(), why=why, code=code, says=says)
+        self._note(phase="ended", ended=ended)
+        self._tell({"event": "ended", "says": says, "code": code, "why": why})
+
+    def _below(self) -> list[Process]:
+        return [p for pid in descendants(os.getpid()) if (p := Process.of(pid))]
+
+    def _note(self, **changes: object) -> None:
+        self.state = replace(self.state, **changes)  # type: ignore[arg-type]
+        state.write(self.folder, self.state)
+
+    def _tell(self, message: dict[str, object]) -> None:
+        if self.control:
+            try:
+                self.control.sendall(json.dumps(message).encode() + b"\n")
+            except OSError:
+                return
+
+
+def _end_group(leader: int, grace: float, reap: object) -> None:
+    """TERM to the server's group, once; KILL to it after `grace` seconds."""
+    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(leader, number)
+        except (ProcessLookupError, PermissionError):
+            return
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            if callable(reap):
+                reap()
+            if Process.of(leader) is None:
+                return
+            time.sleep(0.01)
+
+
+def _lower_claims() -> None:
+    """No core dumps the size of a model, and first in line where memory runs out."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    try:
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
+    except OSError:
+        return
+
+
+def _signals() -> int:
+    """Turn TERM and the death of children into bytes on a pipe; give its reading end."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, lambda _number, _frame: None)
+    return read
+
+
+def main() -> None:
+    """Become a process of our own, so that nobody has to wait for us, and keep the server."""
+    folder, fd = Path(sys.argv[1]), int(sys.argv[2])
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    os.chdir("/")
+    Keeper(folder, socket.socket(fileno=fd)).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Starts a server below a keeper of its own, and holds the line to that keeper until the proof."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bakehouse.errors import HostError
+from bakehouse.plan.types import ServePlan
+from bakehouse.ports.process import environment
+from bakehouse.serve import state as states
+from bakehouse.serve.control import KEEPER_MODULE, stop
+from bakehouse.serve.listeners import refuse_taken
+from bakehouse.serve.processes import MARK, boot_id
+from bakehouse.serve.state import Spec, State
+
+NONCE_BYTES = 8
+KEEPER_START_S = 30.0
+OLD_LOGS = 3
+"""So many logs of earlier servers of the same name are kept."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a launch needs beside the plan. Seconds and bytes."""
+
+    folder: Path
+    cwd: Path
+    plan: str
+    """Digest that tells whether a running server is the one that is wanted."""
+    engine: str
+    stop_timeout: float
+    memory_floor: int
+    key: str | None = None
+
+
+class Link:
+    """The line to a keeper. Closing it before `proven` ends the server."""
+
+    def __init__(self, folder: Path, nonce: str, line: socket.socket) -> None:
+        self.folder = folder
+        self.nonce = nonce
+        self.server = 0
+        self.ended: dict[str, Any] | None = None
+        """What the keeper said of the server's end; None while it runs."""
+        self._line = line
+        self._heard = b""
+        self._proven = False
+
+    def close(self) -> None:
+        """Let go; what is not proven, or runs in the foreground, is gone before this returns."""
+        self._line.close()
+        if not self._proven:
+            stop(self.folder)
+
+    def tell_port(self, port: int) -> None:
+        """Let the keeper write down where the server listens."""
+        self._send({"do": "port", "port": port})
+
+    def tell_proven(self, record: str | None, *, foreground: bool = False) -> bool:
+        """Let the server live on, or, in the foreground, as long as we hold the line."""
+        self._send({"do": "proven", "record": record, "foreground": foreground})
+        self._proven = self.wait_for("proven", 10.0) and not foreground
+        return self.ended is None
+
+    def tell_refused(self, why: str) -> None:
+        """Let the keeper write down why the server is stopped."""
+        self._send({"do": "refuse", "says": why})
+
+    def poll(self) -> dict[str, Any] | None:
+        """Hear what the keeper has to say, without waiting; give how the server ended, if so."""
+        while self.ended is None and select.select([self._line], [], [], 0)[0]:
+            self._hear()
+        return self.ended
+
+    def wait_for(self, event: str, seconds: float) -> bool:
+        """Wait for the keeper to say something; False where the server or the time ended first."""
+        deadline = time.monotonic() + seconds
+        while self.ended is None and time.monotonic() < deadline:
+            if select.select([self._line], [], [], 0.1)[0] and self._hear() == event:
+                return True
+        return False
+
+    def _hear(self) -> str:
+        """Take one piece; give the last event in it."""
+        event = ""
+        try:
+            chunk = self._line.recv(65536)
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self.ended = self.ended or {
+                "says": "its keeper was killed",
+                "code": None,
+                "why": "lost",
+            }
+        self._heard += chunk
+        while b"\n" in self._heard:
+            line, _, self._heard = self._heard.partition(b"\n")
+            message = json.loads(line)
+            event = message["event"]
+            if event == "started":
+                self.server = int(message["pid"])
+            elif event == "ended":
+                self.ended = message
+        return event
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        try:
+            self._line.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self.poll()
+
+
+def launch(plan: ServePlan, settings: Settings, base: Mapping[str, str]) -> Link:
+    """Start the server of a plan; `base` is the environment to choose from.
+
+    Raises HostError where the port is taken or the server's folder cannot be used.
+    """
+    refuse_taken(plan.host, plan.port)
+    folder = settings.folder
+    prepare(folder, settings.key)
+    nonce = secrets.token_hex(NONCE_BYTES)
+    first = State(
+        name=plan.name, nonce=nonce, phase="starting", boot=boot_id(), argv=plan.command(nonce),
+        host=plan.host, port=plan.port, plan=settings.plan, started=states.now(),
+        stop_timeout=settings.stop_timeout,
+    )  # fmt: skip
+    states.write(folder, first)
+    env = environment({**plan.env, MARK: str(folder)}, base)
+    spec = Spec(
+        state=first, env=env, cwd=str(settings.cwd), memory_floor=settings.memory_floor,
+        engine=settings.engine,
+    )  # fmt: skip
+    link = Link(folder, nonce, start_keeper(folder, spec))
+    if not link.wait_for("started", KEEPER_START_S):
+        says = (link.ended or {}).get("says", "it said nothing")
+        link.close()
+        raise HostError(
+            f"the server's keeper did not start: {says}", where=str(folder / "keeper.log"),
+            hint="read that log; it holds what Python said", id="keeper",
+        )  # fmt: skip
+    return link
+
+
+def start_keeper(folder: Path, spec: Spec) -> socket.socket:
+    """Start the detached keeper and tell it what to do; give our end of the line."""
+    ours, theirs = socket.socketpair()
+    package = Path(__file__).resolve().parents[2]
+    with theirs, (folder / "keeper.log").open("ab") as log:
+        env = {
+            **environment({"PYTHONPATH": str(package), MARK: str(folder)}),
+            "PYTHONSAFEPATH": "1",
+        }
+        starter = subprocess.Popen(
+            [sys.executable, "-m", KEEPER_MODULE, str(folder), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd="/",
+            pass_fds=(theirs.fileno(),), start_new_session=True,
+        )  # fmt: skip
+        ours.sendall(spec.to_json().encode() + b"\n")
+    starter.wait()
+    return ours
+
+
+def prepare(folder: Path, key: str | None) -> None:
+    """Make the server's folder, private to its owner; move an old log aside; put the key down."""
+    try:
+        for each in (folder, folder / "config"):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        _rotate(folder / "server.log")
+        (folder / "keeper.log").write_bytes(b"")
+        _put_key(folder / "api-key", key)
+    except OSError as error:
+        raise HostError(
+            f"the server's folder cannot be used: {error.strerror}", where=str(error.filename),
+            hint="free some space or mend the permissions there", id="state-not-writable",
+        ) from error  # fmt: skip
+
+
+def _rotate(log: Path) -> None:
+    for number in range(OLD_LOGS, 0, -1):
+        older = log.with_name(f"{log.name}.{number}")
+        newer = log if number == 1 else log.with_name(f"{log.name}.{number - 1}")
+        if newer.exists():
+            os.replace(newer, older)
+    log.touch(mode=0o600)
+
+
+def _put_key(path: Path, key: str | None) -> None:
+    path.unlink(missing_ok=True)
+    if key is not None:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(key + "\n")
+
+
+def kept_key(folder: Path) -> str | None:
+    """Give the API key that a running server was started with."""
+    try:
+        return (folder / "api-key").read_text().strip() or None
+    except OSError:
+        return None

@@ -1,0 +1,183 @@
+"""The proof of a healthy server: is it ours, is it what was asked for, does it answer rightly.
+
+Each thing that is judged is a check. A later stage is begun only when all before it passed: there
+is no sense in asking questions of somebody else's server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bakehouse.checks import Check, Verdict, check, not_passed
+from bakehouse.context import Context
+from bakehouse.engines.llamacpp import evidence
+from bakehouse.engines.llamacpp.server import NONCE_ALIAS, Features
+from bakehouse.errors import BakehouseError, NotCorrect, NotHealthy
+from bakehouse.probe.types import Endpoint, Proof
+from bakehouse.records.model import Answer as Asked
+from bakehouse.serve.causes import Cause, first_cause, read_log, signature_check
+from bakehouse.serve.listeners import listeners, overlapping, sockets
+from bakehouse.serve.processes import Process, tree
+from bakehouse.serve.ready import Answer, get, url_of
+
+FEATURE_S = 10.0
+LOG_S = 1.0
+"""The engine writes its log from a thread of its own; so long a line may be late, in seconds."""
+
+Prove = Callable[[Endpoint], Proof]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that says it is healthy."""
+
+    folder: Path
+    process: Process
+    nonce: str
+    host: str
+    port: int
+    engine: str
+    key: str | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it is asked."""
+        return url_of(self.host, self.port)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request carries."""
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    @property
+    def log(self) -> Path:
+        """What it writes."""
+        return self.folder / "server.log"
+
+
+@dataclass
+class Evidence:
+    """What was judged so far, and what the server answered."""
+
+    checks: list[Check] = field(default_factory=list)
+    answers: tuple[Asked, ...] = ()
+    summary: str = ""
+
+
+def prove(ctx: Context, server: Running, asked: Features, questions: Prove, seen: Evidence) -> None:
+    """Judge everything that ready means, in order, and put what was judged into `seen`.
+
+    Raises NotHealthy (it is not ours, lacks a feature, died) or NotCorrect (answers or log show
+    that it is wrong), with all checks up to there and the first cause in the log.
+    """
+    _stage(server, seen, identity(ctx, server))
+    _stage(server, seen, features(ctx, server, asked))
+    _stage(server, seen, [_signatures(server)])
+    endpoint = Endpoint(
+        url=server.url, model=asked.name, headers=server.headers, engine=server.engine,
+        context=asked.context,
+    )  # fmt: skip
+    proof = questions(endpoint)
+    seen.answers, seen.summary = proof.answers, proof.summary
+    after = identity(ctx, server, suffix="-after")
+    log = _signatures(server).model_copy(update={"id": "log-after"})
+    died = not_passed(after)
+    if not died and proof.verdict is Verdict.FAILED:
+        seen.checks += [*proof.checks, *after, log]
+        raise _error(server, seen, correct=False, what=f"it answers wrongly: {proof.summary}")
+    _stage(server, seen, after)
+    _stage(server, seen, [log])
+    _stage(server, seen, list(proof.checks))
+    if not proof.passed:
+        raise _error(server, seen, correct=True, what=f"it could not be judged: {proof.summary}")
+
+
+def identity(ctx: Context, server: Running, suffix: str = "") -> list[Check]:
+    """Judge whether the child that we started lives, is healthy, and is who answers."""
+    alive = server.process.alive
+    found = overlapping(listeners(), server.host, server.port)
+    family = 6 if ":" in server.host else 4
+    near = [one for one in found if one.address.version == family] or list(found)
+    mine = sockets(tree(server.process.pid)) if alive else {}
+    strange = [one for one in near if one.inode not in mine]
+    owner = "no socket" if not near else f"our process {server.process.pid}"
+    if strange:
+        owner = f"another process holds {', '.join(map(str, strange))}"
+    health = models = Answer(0, None, "not asked: it would not be our server that answers")
+    if alive and near and not strange:
+        health = get(ctx, f"{server.url}/health")
+        models = get(ctx, f"{server.url}/v1/models", server.headers, FEATURE_S)
+    wanted = f"{NONCE_ALIAS}{server.nonce}"
+    return [
+        check(
+            f"alive{suffix}", f"process {server.process.pid} runs",
+            "it runs" if alive else "it ended", "process table", ok=alive,
+        ),
+        check(
+            f"socket-owner{suffix}", f"port {server.port} is our process's own", owner,
+            "/proc/net/tcp", ok=bool(near) and not strange,
+        ),
+        check(
+            f"health{suffix}", 'HTTP 200: {"status": "ok"}', health.says, "GET /health",
+            ok=evidence.health_ok(health.status, health.body),
+        ),
+        check(
+            f"nonce{suffix}", wanted, _named(models), "GET /v1/models",
+            ok=models.status == 200 and wanted in evidence.model_names(models.body),
+        ),
+    ]  # fmt: skip
+
+
+def _named(models: Answer) -> str:
+    names = evidence.model_names(models.body)
+    return ", ".join(names)[:300] if models.status == 200 and names else models.says
+
+
+def features(ctx: Context, server: Running, asked: Features) -> list[Check]:
+    """Judge what the recipe asks for against the endpoints and the log."""
+    paths = ("/v1/models", "/props", "/slots")
+    got = {path: get(ctx, server.url + path, server.headers, FEATURE_S) for path in paths}
+    open_doors = [
+        check(
+            "key", "no answer without the API key", bare.says, "GET /props", ok=bare.status == 401
+        )
+        for bare in ([get(ctx, f"{server.url}/props", None, FEATURE_S)] if asked.key else [])
+    ]
+    deadline = ctx.clock.monotonic() + LOG_S
+    while True:
+        checks = evidence.judge(
+            asked,
+            models=got["/v1/models"].body,
+            props=got["/props"].body,
+            slots=got["/slots"].body,
+            log=read_log(server.log),
+        )
+        late = [c for c in not_passed(checks) if c.where == "server.log"]
+        if not late or ctx.clock.monotonic() > deadline:
+            return [*open_doors, *checks]
+        ctx.clock.sleep(0.05)
+
+
+def _signatures(server: Running) -> Check:
+    return signature_check(read_log(server.log), server.engine)[0]
+
+
+def _stage(server: Running, seen: Evidence, checks: list[Check]) -> None:
+    """Take the checks in; raise where one of them did not pass."""
+    seen.checks += checks
+    if missing := not_passed(checks):
+        first = missing[0]
+        silent = first.id.startswith("log") and first.observed.startswith("silent")
+        what = f"{first.id}: expected {first.expected}; observed {first.observed}"
+        raise _error(server, seen, correct=not silent, what=what)
+
+
+def _error(server: Running, seen: Evidence, *, correct: bool, what: str) -> BakehouseError:
+    cause: Cause | None = first_cause(read_log(server.log), server.engine)
+    missing = not_passed(seen.checks)
+    where = cause.where if cause else (missing[0].where if missing else str(server.log))
+    hint = (cause.mend if cause else None) or f"the server's log is {server.log}"
+    kind = NotHealthy if correct else NotCorrect
+    return kind(what, where=where, hint=hint, checks=seen.checks)

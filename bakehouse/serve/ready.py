@@ -1,0 +1,172 @@
+"""From launched to healthy: wait while there are signs of life, fail at once where none can be.
+
+Nothing here decides that a server is ready: a healthy one is then proven, in `serve.proof`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bakehouse.checks import Check, check
+from bakehouse.context import Context
+from bakehouse.engines.llamacpp import evidence
+from bakehouse.errors import NotHealthy
+from bakehouse.ports.http import Unreachable
+from bakehouse.progress import Bar
+from bakehouse.serve.activity import Silence, read_activity
+from bakehouse.serve.causes import first_cause, read_log
+from bakehouse.serve.launch import Link
+from bakehouse.serve.listeners import Listener, owned
+from bakehouse.serve.processes import tree
+from bakehouse.serve.watch import Tail
+
+POLL_S = 0.02
+"""Between two questions, so that READY lags the engine by well under 0.1 s."""
+ASK_S = 2.0
+LOOK_S = 0.25
+"""Between two looks at the log and at what was read."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a server may take, and how long it may be silent meanwhile. Seconds."""
+
+    ready: float
+    stall: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one question brought: status 0 where there was no answer at all."""
+
+    status: int
+    body: Any
+    text: str
+
+    @property
+    def says(self) -> str:
+        """For people: one short line."""
+        first = " ".join(self.text.split())[:120]
+        return f"HTTP {self.status}: {first}" if self.status else f"no answer: {first}"
+
+
+def get(
+    ctx: Context, url: str, headers: Mapping[str, str] | None = None, timeout: float = ASK_S
+) -> Answer:
+    """Ask once; what is no JSON has a body of None."""
+    try:
+        reply = ctx.http.ask("GET", url, headers=headers, timeout=timeout)
+    except Unreachable as error:
+        return Answer(0, None, error.why)
+    try:
+        return Answer(reply.status, reply.json(), reply.text)
+    except ValueError:
+        return Answer(reply.status, None, reply.text)
+
+
+def url_of(host: str, port: int) -> str:
+    """Where to ask a server that listens at host; an any-address is asked on loopback."""
+    reach = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+    return f"http://[{reach}]:{port}" if ":" in reach else f"http://{reach}:{port}"
+
+
+class Waiting:
+    """One wait for health."""
+
+    def __init__(
+        self, ctx: Context, link: Link, host: str, limits: Limits, weights_size: int, engine: str
+    ) -> None:
+        self.ctx = ctx
+        self.link = link
+        self.host = host
+        self.limits = limits
+        self.total = weights_size
+        self.engine = engine
+        self.began = ctx.clock.monotonic()
+        self.silence = Silence(self.began)
+        self.log = Tail(link.folder / "server.log")
+        self.listener: Listener | None = None
+        self.last = "it never listened"
+        self.stage = "starting"
+        self.polls = 0
+        self.looked = self.began - LOOK_S
+
+    def until_healthy(self, name: str) -> int:
+        """Give the port once the engine says that it is healthy; NotHealthy in any other case."""
+        with self.ctx.progress.bar(f"loading {name}", "B") as bar:
+            while True:
+                if self.link.poll():
+                    raise self.died()
+                if self.listener is None:
+                    self._find_socket()
+                if self.listener is not None and self._healthy(self.listener):
+                    return self.listener.port
+                self._look(bar)
+                self.ctx.clock.sleep(POLL_S)
+
+    def _find_socket(self) -> None:
+        mine = owned(tree(self.link.server))
+        if mine:
+            self.listener = min(mine, key=lambda one: one.port)
+            self.link.tell_port(self.listener.port)
+
+    def _healthy(self, listener: Listener) -> bool:
+        answer = get(self.ctx, f"{url_of(self.host, listener.port)}/health")
+        self.polls += 1
+        if evidence.health_ok(answer.status, answer.body):
+            return True
+        if not self.link.poll() and (200 <= answer.status < 500):
+            seen = check(
+                "health", 'HTTP 200: {"status": "ok"}', answer.says, "GET /health", ok=False
+            )
+            raise self._failed("it answers /health, and not as llama-server does", seen)
+        self.last = answer.says
+        return False
+
+    def _look(self, bar: Bar) -> None:
+        """Judge the time and the silence, now and then, and show what is loaded."""
+        now = self.ctx.clock.monotonic()
+        if now - self.looked < LOOK_S:
+            return
+        self.looked = now
+        lines = self.log.lines()
+        self.stage = next(filter(None, map(evidence.stage, reversed(lines))), self.stage)
+        reading = read_activity(tree(self.link.server))
+        silent = self.silence.look(now, reading, lines, self.polls)
+        self.polls = 0
+        bar.update(min(reading.loaded, self.total), self.total, self.stage)
+        took = now - self.began
+        if silent > self.limits.stall:
+            seen = f"nothing logged and nothing read for {silent:.0f} s ({self.stage})"
+            wanted = f"a sign of life every {self.limits.stall:g} s"
+            raise self._failed(
+                "loading stalled", check("loading", wanted, seen, "server.log, /proc", ok=False)
+            )
+        if took > self.limits.ready:
+            wanted = f"healthy within {self.limits.ready:g} s"
+            seen = f"not healthy after {took:.0f} s; last {self.last}"
+            raise self._failed(
+                "it was not healthy in time", check("health", wanted, seen, "GET /health", ok=False)
+            )
+
+    def died(self) -> NotHealthy:
+        """Make the error for a server that ended."""
+        says = str((self.link.ended or {}).get("says"))
+        seen = check("alive", "the server runs until it is ready", says, "process table", ok=False)
+        return self._failed(f"the server ended before it was ready: it {says}", seen)
+
+    def _failed(self, what: str, seen: Check) -> NotHealthy:
+        return explain(what, (seen,), self.link, self.engine)
+
+
+def explain(what: str, checks: tuple[Check, ...], link: Link, engine: str) -> NotHealthy:
+    """Make the error, with the first cause in the log."""
+    lines = read_log(link.folder / "server.log")
+    cause = first_cause(lines, engine)
+    log = link.folder / "server.log"
+    hint = f"read {log}" + ("" if lines else " (it is empty)")
+    if cause and cause.mend:
+        hint = cause.mend
+    return NotHealthy(what, where=cause.where if cause else str(log), hint=hint, checks=checks)

@@ -1,0 +1,170 @@
+"""What a server's keeper writes about it: `servers/<name>/state.json`. Standard library only.
+
+One writer (the keeper), many readers. Every write goes to a new file that is renamed into place, so
+a reader sees a whole one; what was cut short or edited all the same is told apart, never believed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bakehouse.serve.processes import Process, boot_id
+
+SCHEMA = 1
+PHASES = ("starting", "proven", "ended")
+
+
+class Unreadable(Exception):
+    """A state file that is cut short, edited, or of another version."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a server ended. `code` is its exit status, or minus the number of the signal."""
+
+    at: str
+    why: str
+    """`stopped`, `unproven`, `refused`, `memory`, `exited` or `lost` (nobody saw it)."""
+    code: int | None
+    says: str
+    """One sentence for a person."""
+
+
+@dataclass(frozen=True)
+class State:
+    """All that has to be known about one server."""
+
+    name: str
+    nonce: str
+    phase: str
+    boot: str
+    argv: tuple[str, ...]
+    host: str
+    port: int
+    """0 until the socket is known."""
+    plan: str
+    """Digest of what it was started from."""
+    started: str
+    stop_timeout: float
+    keeper: Process | None = None
+    server: Process | None = None
+    proven: str | None = None
+    record: str | None = None
+    foreground: bool = False
+    ended: Ended | None = None
+    findings: tuple[dict[str, Any], ...] = ()
+    """What the log showed of fatal or silent faults, the first ones."""
+
+    @property
+    def this_boot(self) -> bool:
+        """Whether its process ids mean anything now."""
+        return self.boot == boot_id()
+
+    @property
+    def server_alive(self) -> bool:
+        """Whether the server's process runs."""
+        return self.this_boot and self.server is not None and self.server.alive
+
+    @property
+    def keeper_alive(self) -> bool:
+        """Whether the keeper's process runs."""
+        return self.this_boot and self.keeper is not None and self.keeper.alive
+
+
+def now() -> str:
+    """UTC, ISO 8601, whole seconds."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def path(folder: Path) -> Path:
+    """Where a server's state lies."""
+    return folder / "state.json"
+
+
+def write(folder: Path, state: State) -> None:
+    """Put a state in place whole, readable for its owner only."""
+    data = {"schema": SCHEMA, **asdict(state)}
+    target = path(folder)
+    part = target.with_name(f".state.{os.getpid()}.part")
+    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(data, file, indent=2, sort_keys=True)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, target)
+
+
+def read(folder: Path) -> State | None:
+    """Give the state, None where there is none; raises Unreadable."""
+    try:
+        text = path(folder).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise Unreadable(str(error)) from error
+    try:
+        data = json.loads(text)
+        return _state(data, folder.name)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Unreadable(f"{path(folder)}: {error}") from error
+
+
+def _state(data: dict[str, Any], name: str) -> State:
+    if data.pop("schema") != SCHEMA:
+        raise ValueError("another version of the state file")
+    made = State(**data)
+    made = replace(
+        made,
+        argv=tuple(str(a) for a in made.argv),
+        keeper=_process(data.get("keeper")),
+        server=_process(data.get("server")),
+        ended=Ended(**data["ended"]) if data.get("ended") else None,
+        findings=tuple(dict(f) for f in made.findings),
+    )
+    texts = (made.name, made.nonce, made.boot, made.host, made.plan, made.started)
+    if made.name != name or made.phase not in PHASES or not all(isinstance(t, str) for t in texts):
+        raise ValueError("its fields do not hold together")
+    if not re.fullmatch(r"[0-9a-f]{16}", made.nonce):
+        raise ValueError("its nonce is none")
+    if not 0 <= made.port <= 65535 or not 0 <= float(made.stop_timeout) < 86400:
+        raise ValueError("a number in it is out of range")
+    return made
+
+
+def _process(data: Any) -> Process | None:
+    if data is None:
+        return None
+    pid, start = int(data["pid"]), int(data["start"])
+    if pid <= 1:
+        raise ValueError(f"{pid} is no server's process id")
+    return Process(pid, start)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the keeper is told to start, over its control socket; it may hold secrets."""
+
+    state: State
+    env: dict[str, str]
+    cwd: str
+    memory_floor: int
+    """Bytes of MemAvailable under which the server is stopped; 0 for never."""
+    engine: str = ""
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Spec:
+        """Read what `to_json` wrote."""
+        data = json.loads(text)
+        state = data.pop("state")
+        return cls(state=_state({"schema": SCHEMA, **state}, state["name"]), **data)

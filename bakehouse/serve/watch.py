@@ -1,0 +1,80 @@
+"""What the keeper looks at while a server runs: its log and the machine's memory.
+
+Standard library at the top level; the signatures are imported once, when the first line is read.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+CHUNK = 1 << 20
+LONGEST_LINE = 1 << 16
+GRAVE = frozenset({"fatal", "silent"})
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Bytes that can be had without swapping (MemAvailable); None where the kernel is silent."""
+    try:
+        text = meminfo.read_text()
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+class Tail:
+    """Gives the lines that a growing file has won since the last look; never waits."""
+
+    def __init__(self, path: Path, position: int = 0) -> None:
+        self.path = path
+        self.position = position
+        self.rest = b""
+
+    def lines(self) -> list[str]:
+        """Give the new whole lines, decoded with replacement characters, without line ends."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(0, 2)
+                if file.tell() < self.position:
+                    self.position, self.rest = 0, b""
+                file.seek(self.position)
+                chunk = file.read(CHUNK)
+                self.position = file.tell()
+        except OSError:
+            return []
+        *whole, self.rest = (self.rest + chunk).split(b"\n")
+        if len(self.rest) > LONGEST_LINE:
+            whole.append(self.rest)
+            self.rest = b""
+        return [line.decode(errors="replace").rstrip("\r") for line in whole]
+
+
+class LogWatch:
+    """Feeds a server's log to the signatures as it grows."""
+
+    def __init__(self, path: Path, engine: str) -> None:
+        self.tail = Tail(path)
+        self.engine = engine
+        self.scanner: Any = None
+
+    def findings(self) -> list[dict[str, Any]]:
+        """Give what new lines show of fatal or silent faults, as plain data."""
+        lines = self.tail.lines()
+        if not lines:
+            return []
+        if self.scanner is None:
+            signatures = importlib.import_module("bakehouse.signatures")
+            make = getattr(signatures, "Scanner", None)
+            self.scanner = make(engine=self.engine) if make else False
+        if not self.scanner:
+            return []
+        found = [f for line in lines for f in self.scanner.feed(line)]
+        return [
+            {"id": f.id, "severity": str(f.severity), "line_number": f.line_number, "line": f.line}
+            for f in found
+            if str(f.severity) in GRAVE
+        ]

@@ -1,0 +1,469 @@
+"""Every way in which a server is not what it seems gets a named check and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from bakehouse.checks import Verdict, check
+from bakehouse.context import Context
+from bakehouse.errors import BakehouseError, HostError, NotCorrect, NotHealthy
+from bakehouse.probe.types import Endpoint, Proof
+from bakehouse.serve import state as states
+from bakehouse.serve.bring import Order, Ready, bring_up
+from bakehouse.serve.control import folders, look, stop
+from tests.support.serving import Notes, agree, asking, left_of, order, proof
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(context: Context) -> Iterator[None]:
+    yield
+    for folder in folders(context.places):
+        stop(folder)
+        assert not left_of(context, folder.name)
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Notes:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return Notes(folder)
+
+
+def refused(
+    ctx: Context, notes: Notes, wanted: Order, kind: type[BakehouseError] = NotHealthy,
+    path: str = "",
+) -> tuple[str, BakehouseError]:  # fmt: skip
+    """Serve in vain; give the id of the first check that did not pass, and the error."""
+    with pytest.raises(kind) as caught:
+        bring_up(ctx, wanted, asking(ctx, path) if path else agree, notes)
+    assert not left_of(ctx)
+    state = states.read(wanted.settings.folder)
+    assert state is not None
+    assert state.phase == "ended"
+    assert (notes.folder / "server.log").exists()
+    failed = [c.id for c in notes.seen if not c.passed]
+    assert failed
+    return failed[0], caught.value
+
+
+@pytest.mark.parametrize(
+    ("fault", "id_"),
+    [
+        ("html", "health"),
+        ("garbage", "health"),
+        ("unauthorized", "health"),
+        ("old-nonce", "nonce"),
+        ("wrong-name", "model-name"),
+        ("router", "nonce"),
+        ("model-path=/other.gguf", "model-path"),
+        ("no-template", "chat-template"),
+        ("context=100", "context"),
+    ],
+)
+def test_a_server_that_is_not_the_one_that_was_asked_for(
+    context: Context, notes: Notes, fault: str, id_: str
+) -> None:
+    wanted = order(context, fault, context=512)
+    assert refused(context, notes, wanted)[0] == id_
+
+
+def test_speculation_layers_and_attention_need_evidence(context: Context, notes: Notes) -> None:
+    wanted = order(context, speculation="draft-mtp", gpu_layers=9, flash_attn="on")
+    refused(context, notes, wanted)
+    failed = {c.id: c.verdict for c in notes.seen if not c.passed}
+    assert failed == {
+        "speculation": Verdict.FAILED,
+        "gpu-layers": Verdict.UNKNOWN,
+        "flash-attention": Verdict.UNKNOWN,
+    }
+
+
+def test_layers_and_attention_are_read_from_the_log(context: Context, notes: Notes) -> None:
+    lines = "print=load_tensors: offloaded 9/9 layers to GPU|llama_context: flash_attn   = enabled"
+    wanted = order(context, "speculates", lines, speculation="ngram-simple", gpu_layers=99,
+                   flash_attn="on")  # fmt: skip
+    bring_up(context, wanted, agree, notes)
+    assert all(c.passed for c in notes.seen)
+
+
+@pytest.mark.parametrize(
+    ("number", "word"), [(4, "another CPU"), (6, "SIGABRT"), (9, "SIGKILL"), (11, "memory fault")]
+)
+def test_a_server_that_a_signal_ends_names_it(
+    context: Context, notes: Notes, number: int, word: str
+) -> None:
+    began = time.monotonic()
+    id_, error = refused(context, notes, order(context, f"signal={number}"))
+    assert id_ == "alive"
+    assert word in error.what
+    assert signal.Signals(number).name in error.what
+    assert time.monotonic() - began < 3
+
+
+def test_a_server_that_exits_shows_the_first_cause_in_its_log(
+    context: Context, notes: Notes
+) -> None:
+    id_, error = refused(context, notes, order(context, "exit=1"))
+    assert id_ == "alive"
+    assert "exited by itself with 1" in error.what
+    assert "server.log:2: " in str(error.where)
+    assert "failed to load model" in str(error.where)
+
+
+def test_a_program_that_is_not_there(context: Context, notes: Notes) -> None:
+    wanted = order(context, command=("/nowhere/llama-server", "-m", "/models/x.gguf"))
+    id_, error = refused(context, notes, wanted)
+    assert id_ == "alive"
+    assert "127" in error.what
+
+
+def test_a_server_that_is_never_healthy_meets_the_deadline(context: Context, notes: Notes) -> None:
+    id_, error = refused(context, notes, order(context, "never", "talks", ready=1.0, stall=30))
+    assert id_ == "health"
+    assert "in time" in error.what
+    assert "HTTP 503" in next(c.observed for c in error.checks)
+
+
+def test_silence_is_a_stall_although_we_poll(context: Context, notes: Notes) -> None:
+    id_, error = refused(context, notes, order(context, "never", "chatty", ready=60, stall=1.0))
+    assert id_ == "loading"
+    assert "stalled" in error.what
+
+
+def test_a_server_that_talks_does_not_stall(context: Context, notes: Notes) -> None:
+    ready = bring_up(context, order(context, "slow=3", "talks", stall=1.5), agree, notes)
+    assert ready.loading >= 2.5
+
+
+def test_a_server_that_never_listens(context: Context, notes: Notes) -> None:
+    id_, error = refused(context, notes, order(context, "never-listen", ready=1.0))
+    assert id_ == "health"
+    assert "never listened" in next(c.observed for c in error.checks)
+
+
+def test_a_server_that_dies_under_the_probe(context: Context, notes: Notes) -> None:
+    id_, error = refused(context, notes, order(context), path="/die")
+    assert id_ == "alive-after"
+    assert "ended" in error.what
+
+
+def test_a_server_that_is_sick_after_the_probe(context: Context, notes: Notes) -> None:
+    assert refused(context, notes, order(context), path="/sicken")[0] == "health-after"
+
+
+def test_wrong_answers_are_another_exit_code(context: Context, notes: Notes) -> None:
+    wrong = proof(check("facts", "5 of 5", "1 of 5", "POST /v1", ok=False), verdict=Verdict.FAILED)
+    with pytest.raises(NotCorrect) as caught:
+        bring_up(context, order(context), lambda _: wrong, notes)
+    assert caught.value.exit_code == 8
+    assert [c.id for c in notes.seen if not c.passed] == ["facts"]
+    assert not left_of(context)
+    ended = look(context.places.servers / "fake").state
+    assert ended is not None
+    assert ended.ended is not None
+    assert ended.ended.why == "refused"
+    assert "answers wrongly" in ended.ended.says
+
+
+def test_answers_that_could_not_be_judged_are_no_proof(context: Context, notes: Notes) -> None:
+    gap = proof(check("facts", "5 of 5", None, "POST /v1", ok=None), verdict=Verdict.UNKNOWN)
+    with pytest.raises(NotHealthy):
+        bring_up(context, order(context), lambda _: gap, notes)
+    assert not left_of(context)
+
+
+def test_a_second_owner_of_the_port_is_seen(context: Context, notes: Notes) -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+        def intrude(endpoint: Endpoint) -> Proof:
+            port = int(endpoint.url.rsplit(":", 1)[1])
+            other.bind(("127.0.0.1", port))
+            other.listen()
+            return proof()
+
+        with pytest.raises(NotHealthy):
+            bring_up(context, order(context, "share-port"), intrude, notes)
+    failed = {c.id: c.observed for c in notes.seen if not c.passed}
+    assert "another process holds" in failed["socket-owner-after"]
+
+
+@pytest.mark.parametrize(
+    ("held", "asked"),
+    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "127.0.0.1"), ("::1", "::1"),
+     ("127.0.0.1", "0.0.0.0")],
+)  # fmt: skip
+def test_a_taken_port_is_refused_before_launch(
+    context: Context, notes: Notes, held: str, asked: str
+) -> None:
+    family = socket.AF_INET6 if ":" in held else socket.AF_INET
+    with socket.socket(family) as other:
+        if family == socket.AF_INET6:
+            other.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        other.bind((held, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        wanted = order(context, port=port, host=asked, key="sekret-key-1")
+        with pytest.raises(HostError) as caught:
+            bring_up(context, wanted, agree, notes)
+    assert caught.value.exit_code == 9
+    assert f"port {port} is taken" in caught.value.what
+    assert f"process {os.getpid()}: " in str(caught.value.where)
+    assert not left_of(context)
+    assert not (wanted.settings.folder / "server.log").exists()
+
+
+def test_a_server_that_ignores_term_and_its_stray_child_are_ended(
+    context: Context, notes: Notes
+) -> None:
+    wanted = order(context, "ignore-term", "stray", stop_timeout=0.5)
+    bring_up(context, wanted, agree, notes)
+    assert len(left_of(context)) == 3  # keeper, server, stray
+    stopped = stop(wanted.settings.folder)
+    assert stopped.killed
+    assert "ignored TERM" in stopped.says
+    assert not left_of(context)
+    again = stop(wanted.settings.folder)
+    assert not again.ran
+
+
+def test_a_server_that_dies_takes_its_stray_child_along(context: Context, notes: Notes) -> None:
+    ready = bring_up(context, order(context, "stray"), agree, notes)
+    ready.server.process.send(signal.SIGKILL)
+    wait_until(lambda: not left_of(context))
+    seen = look(ready.server.folder)
+    assert seen.word == "ended"
+    assert seen.state is not None
+    assert seen.state.ended is not None
+    assert seen.state.ended.code == -9
+    assert "SIGKILL" in seen.state.ended.says
+
+
+def test_the_keepers_death_is_the_servers(context: Context, notes: Notes) -> None:
+    ready = bring_up(context, order(context, "stray"), agree, notes)
+    keeper = look(ready.server.folder).processes[0]
+    keeper.send(signal.SIGKILL)
+    wait_until(lambda: not ready.server.process.alive)
+    seen = look(ready.server.folder)
+    assert seen.word == "orphaned"  # the stray child: nobody is left to end it
+    assert stop(ready.server.folder).ran
+    assert not left_of(context)
+
+
+def test_a_keeper_killed_before_the_proof(context: Context, notes: Notes) -> None:
+    def kill_keeper(_: object) -> Proof:
+        look(context.places.servers / "fake").processes[0].send(signal.SIGKILL)
+        time.sleep(0.2)
+        return proof()
+
+    with pytest.raises(NotHealthy):
+        bring_up(context, order(context), kill_keeper, notes)
+    assert next(c.id for c in notes.seen if not c.passed) == "alive-after"
+    assert not left_of(context)
+
+
+SERVE = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from bakehouse.context import Context
+from bakehouse.places import Places
+from bakehouse.serve.bring import bring_up
+from tests.support.serving import Notes, order, proof
+ctx = Context(Places(Path({cache!r}), Path({state!r})), Path("."))
+def slowly(endpoint):
+    print("proving", flush=True)
+    time.sleep({wait})
+    return proof()
+run = Path({run!r})
+try:
+    ready = bring_up(ctx, order(ctx, "stray", foreground={foreground}), slowly, Notes(run))
+    print("again" if ready.again else "ready", flush=True)
+    if ready.link:
+        time.sleep(60)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def serving(
+    ctx: Context, run: Path, wait: float, *, foreground: bool = False
+) -> subprocess.Popen[str]:
+    """A `serve` in a process of its own."""
+    text = SERVE.format(
+        root=str(Path(__file__).parents[2]), cache=str(ctx.places.cache),
+        state=str(ctx.places.state), wait=wait, run=str(run), foreground=foreground,
+    )  # fmt: skip
+    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+
+
+def wait_until(true: object, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not (callable(true) and true()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_an_unproven_server_does_not_outlive_serve(
+    context: Context, notes: Notes, number: int
+) -> None:
+    with serving(context, notes.folder, 60) as child:
+        assert child.stdout
+        assert child.stdout.readline() == "proving\n"
+        assert len(left_of(context)) == 3
+        child.send_signal(number)
+        code = child.wait(10)
+        if number == signal.SIGINT:
+            assert code == 130
+            assert not left_of(context)
+        wait_until(lambda: not left_of(context))
+    state = states.read(context.places.servers / "fake")
+    assert state is not None
+    assert state.ended is not None
+    assert state.ended.why == "unproven"
+
+
+def test_a_proven_server_outlives_serve(context: Context, notes: Notes) -> None:
+    with serving(context, notes.folder, 0) as child:
+        assert child.wait(20) == 0
+    assert look(context.places.servers / "fake").word == "running"
+
+
+def test_a_server_in_the_foreground_ends_with_serve(context: Context, notes: Notes) -> None:
+    with serving(context, notes.folder, 0, foreground=True) as child:
+        assert child.stdout
+        assert [child.stdout.readline() for _ in range(2)] == ["proving\n", "ready\n"]
+        assert look(context.places.servers / "fake").word == "running"
+        child.kill()
+    wait_until(lambda: not left_of(context))
+
+
+def test_two_at_once_make_one_server_proven_twice(context: Context, notes: Notes) -> None:
+    with serving(context, notes.folder, 0.5) as one, serving(context, notes.folder, 0.5) as two:
+        said = [child.communicate(timeout=30)[0].split() for child in (one, two)]
+        codes = (one.wait(5), two.wait(5))
+    assert codes == (0, 0)
+    assert sorted(said) == [["proving", "again"], ["proving", "ready"]]
+    assert len(left_of(context)) == 3
+
+
+def test_other_settings_are_refused_while_it_runs(context: Context, notes: Notes) -> None:
+    bring_up(context, order(context), agree, notes)
+    before = left_of(context)
+    with pytest.raises(HostError, match="other settings") as caught:
+        bring_up(context, order(context, "slow=0"), agree, notes)
+    assert "invoke stop --recipe fake" in str(caught.value.hint)
+    assert left_of(context) == before
+
+
+def test_a_running_server_that_turned_wrong_is_stopped(context: Context, notes: Notes) -> None:
+    ready = bring_up(context, order(context), agree, notes)
+    assert isinstance(ready, Ready)
+    with suppress(Exception):
+        context.http.ask("GET", f"{ready.server.url}/sicken")
+    with pytest.raises(NotHealthy):
+        bring_up(context, order(context), agree, notes)
+    assert not left_of(context)
+
+
+def test_the_key_is_asked_for_and_never_in_an_argument(context: Context, notes: Notes) -> None:
+    ready = bring_up(context, order(context, key="sekret-key-1"), agree, notes)
+    folder = ready.server.folder
+    assert next(c for c in notes.seen if c.id == "key").passed
+    assert (folder / "api-key").stat().st_mode & 0o777 == 0o600
+    for process in left_of(context):
+        assert "sekret-key-1" not in " ".join(process.command)
+    assert "sekret-key-1" not in (folder / "state.json").read_text()
+    with pytest.raises(HostError, match="other settings"):
+        bring_up(context, order(context, key="sekret-key-2"), agree, notes)
+
+
+def test_low_memory_stops_the_server(context: Context, notes: Notes) -> None:
+    wanted = order(context, floor=1 << 60)
+
+    def until_gone(_: object) -> Proof:
+        wait_until(lambda: not left_of(context))
+        return proof()
+
+    with pytest.raises(NotHealthy) as caught:
+        bring_up(context, wanted, until_gone, notes)
+    assert not left_of(context)
+    state = states.read(wanted.settings.folder)
+    assert state is not None
+    assert state.ended is not None
+    assert state.ended.why == "memory"
+    assert caught.value.exit_code == 7
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"schema": 1}', "[]", '{"schema": 99}', "\x00"])
+def test_a_state_that_cannot_be_read_is_no_obstacle(
+    context: Context, notes: Notes, text: str
+) -> None:
+    ready = bring_up(context, order(context), agree, notes)
+    states.path(ready.server.folder).write_text(text)
+    seen = look(ready.server.folder)
+    assert seen.alive
+    assert seen.trouble
+    assert stop(ready.server.folder).ran
+    assert not left_of(context)
+    assert look(ready.server.folder).word in {"ended", "gone"}
+
+
+def test_a_state_that_points_at_another_process_never_hits_it(
+    context: Context, notes: Notes
+) -> None:
+    ready = bring_up(context, order(context), agree, notes)
+    folder = ready.server.folder
+    good = states.path(folder).read_text()
+    stop(folder)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as bystander:
+        text = good.replace(f'"pid": {ready.server.process.pid}', f'"pid": {bystander.pid}')
+        for start in (str(ready.server.process.start), str(own_start(bystander.pid))):
+            states.path(folder).write_text(
+                text.replace(f'"start": {ready.server.process.start}', f'"start": {start}')
+            )
+            assert not stop(folder).ran
+            assert bystander.poll() is None
+        bystander.communicate(b"\n", timeout=5)
+
+
+def own_start(pid: int) -> int:
+    from bakehouse.serve.processes import start_time
+
+    return start_time(pid) or 0
+
+
+def test_after_a_reboot_it_is_gone(context: Context, notes: Notes) -> None:
+    ready = bring_up(context, order(context), agree, notes)
+    folder = ready.server.folder
+    good = states.path(folder).read_text()
+    stop(folder)
+    state = states.read(folder)
+    assert state is not None
+    states.path(folder).write_text(good.replace(state.boot, "another-boot"))
+    seen = look(folder)
+    assert seen.word == "gone"
+    assert seen.state is not None
+    assert seen.state.ended is not None
+    assert "restarted" in seen.state.ended.says
+    assert look(folder).word == "ended"
+
+
+def test_a_bad_switch_leaves_no_file_descriptor(context: Context, notes: Notes) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        refused(context, notes, order(context, "exit=1"))
+    assert len(os.listdir("/proc/self/fd")) <= before + 1

@@ -1,0 +1,177 @@
+"""A stand-in for llama-server into which faults are injected: `--fault NAME[=VALUE]`, repeatable.
+
+Speaks as much of the HTTP surface as readiness reads. Without a fault it is a healthy server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+START = time.monotonic()
+
+
+def parse() -> tuple[argparse.Namespace, dict[str, str]]:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("-m", default="")
+    parser.add_argument("-c", type=int, default=512)
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--alias", default="")
+    parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--metrics", action="store_true")
+    parser.add_argument("--slots", action="store_true")
+    parser.add_argument("--verbosity")
+    parser.add_argument("--api-key-file")
+    parser.add_argument("--fault", action="append", default=[])
+    options = parser.parse_args()
+    return options, {f.partition("=")[0]: f.partition("=")[2] for f in options.fault}
+
+
+OPTIONS, FAULTS = parse()
+KEY = Path(OPTIONS.api_key_file).read_text().strip() if OPTIONS.api_key_file else ""
+
+
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: Any) -> None:
+        if "chatty" in FAULTS:
+            log(f"request {self.command} {self.path}")
+
+    def answer(self, status: int, body: Any, kind: str = "application/json") -> None:
+        data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        if "html" in FAULTS:
+            return self.answer(200, "<html><body>Welcome to nginx!</body></html>", "text/html")
+        if "garbage" in FAULTS:
+            return self.answer(200, "\x00\x01{not json")
+        if "unauthorized" in FAULTS or (
+            KEY and self.path != "/health" and self.headers.get("Authorization") != f"Bearer {KEY}"
+        ):
+            error = {"message": "Invalid API Key", "type": "authentication_error", "code": 401}
+            return self.answer(401, {"error": error})
+        loading = time.monotonic() - START < float(FAULTS.get("slow") or 0)
+        if loading or "never" in FAULTS:
+            error = {"message": "Loading model", "type": "unavailable_error", "code": 503}
+            return self.answer(503, {"error": error})
+        return self.route()
+
+    def route(self) -> None:
+        aliases = OPTIONS.alias.split(",")
+        if "old-nonce" in FAULTS:
+            aliases = [aliases[0], "~bakehouse-0123456789abcdef"]
+        if "wrong-name" in FAULTS:
+            aliases = ["someone-else", aliases[-1]]
+        router = "router" in FAULTS
+        routes: dict[str, Any] = {
+            "/health": {"status": "ok"},
+            "/v1/models": {
+                "models": [{"name": aliases[0], "capabilities": ["completion"]}],
+                "data": [] if router else [{"id": aliases[0], "aliases": aliases}],
+            },
+            "/props": {
+                "role": "router" if router else "single",
+                "model_path": FAULTS.get("model-path", OPTIONS.m),
+                "build_info": FAULTS.get("build", "b1-abc"),
+                "total_slots": OPTIONS.parallel,
+                "chat_template": "" if "no-template" in FAULTS else "{{ messages }}",
+            },
+            "/slots": [
+                {
+                    "id": n,
+                    "n_ctx": int(FAULTS.get("context", OPTIONS.c)) // OPTIONS.parallel,
+                    "speculative": "speculates" in FAULTS,
+                }
+                for n in range(OPTIONS.parallel)
+            ],
+        }
+        if self.path in routes:
+            return self.answer(200, routes[self.path])
+        if self.path == "/die":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if self.path == "/sicken":
+            FAULTS["never"] = ""
+        if self.path == "/corrupt":
+            log("CUDA error: an illegal memory access was encountered")
+        return self.answer(404 if self.path[1:] not in ("sicken", "corrupt") else 200, {})
+
+
+class Server(ThreadingHTTPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        if "share-port" in FAULTS:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        super().server_bind()
+
+
+def spawn_stray() -> None:
+    """A grandchild in a session of its own that ignores TERM, as a stuck worker would."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+        os._exit(0)
+
+
+def talk() -> None:
+    for number in range(6000):
+        log(f"loading {number}")
+        time.sleep(0.1)
+
+
+def leave(*_: Any) -> None:
+    os._exit(0)
+
+
+def main() -> None:
+    log("0.00.000.001 I srv  llama_server: initializing ...")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if "ignore-term" in FAULTS else leave)
+    if "stray" in FAULTS:
+        spawn_stray()
+    for line in FAULTS.get("print", "").split("|"):
+        if line:
+            log(line)
+    if "signal" in FAULTS:
+        ctypes.CDLL(None).prctl(4, 0)
+        signal.signal(int(FAULTS["signal"]), signal.SIG_DFL) if FAULTS["signal"] != "9" else None
+        os.kill(os.getpid(), int(FAULTS["signal"]))
+    if "exit" in FAULTS:
+        log("0.00.000.002 E srv    load_model: failed to load model, 'x.gguf'")
+        log("0.00.000.003 I srv  llama_server: exiting due to model loading error")
+        sys.exit(int(FAULTS["exit"]))
+    if "never-listen" in FAULTS:
+        time.sleep(600)
+    if "talks" in FAULTS:
+        threading.Thread(target=talk, daemon=True).start()
+    server = Server((OPTIONS.host, OPTIONS.port), Handler)
+    log(f"0.00.000.004 I srv  llama_server: listening on {server.server_address}")
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

