@@ -125,6 +125,8 @@ def build(
     set_=SET,
     locked=LOCKED,
     port="the port to listen on; 0 takes a free one",
+    host="the address to listen on; beyond this machine only with an API key",
+    dry_run="print what would be run, and run nothing",
     foreground="stay, and stop the server when interrupted",
 )
 def serve(
@@ -133,6 +135,8 @@ def serve(
     set_: Flags = None,
     locked: bool = False,
     port: str | None = None,
+    host: str | None = None,
+    dry_run: bool = False,
     foreground: bool = False,
     json: bool = False,
     debug: bool = False,
@@ -140,7 +144,8 @@ def serve(
     """Build, fetch, start and prove a server; done when it is READY."""
     _main(
         "serve", json, debug,
-        recipe=recipe, set_=set_, locked=locked, port=port, foreground=foreground,
+        recipe=recipe, set_=set_, locked=locked, port=port, host=host, dry_run=dry_run,
+        foreground=foreground,
     )  # fmt: skip
 
 
@@ -150,16 +155,21 @@ def status(_: Context, recipe: str | None = None, json: bool = False, debug: boo
     _main("status", json, debug, recipe=recipe)
 
 
-@_task(recipe=RECIPE, follow="go on printing until interrupted")
+@_task(
+    recipe=RECIPE,
+    lines="only so many of the last lines",
+    follow="go on printing until the server ends or you interrupt",
+)
 def logs(
     _: Context,
     recipe: str | None = None,
+    lines: str | None = None,
     follow: bool = False,
     json: bool = False,
     debug: bool = False,
 ) -> None:
     """Print a server's log."""
-    _main("logs", json, debug, recipe=recipe, follow=follow)
+    _main("logs", json, debug, recipe=recipe, lines=lines, follow=follow)
 
 
 @_task(recipe=RECIPE, all_="every server that runs")

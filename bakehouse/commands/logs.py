@@ -1,0 +1,84 @@
+"""`logs`: what a server wrote, all of it or the end, and on as it grows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bakehouse.commands.servers import folder_of
+from bakehouse.context import Context
+from bakehouse.errors import NotFound, UsageError
+from bakehouse.outcome import Outcome
+from bakehouse.redact import Redactor, clean
+from bakehouse.serve.control import look
+from bakehouse.serve.launch import kept_key
+from bakehouse.serve.watch import Tail
+
+TICK_S = 0.2
+JSON_LINES = 1000
+"""So many lines at most go into a JSON document where `--lines` says nothing."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the task was given."""
+
+    recipe: str = ""
+    lines: str = ""
+    follow: bool = False
+
+
+def run(ctx: Context, options: Options) -> Outcome:
+    """Give a server's log. Raises NotFound where it has none, UsageError for a bad number."""
+    if options.lines and not (options.lines.isascii() and options.lines.isdigit()):
+        raise UsageError(f"--lines takes a whole number, not '{options.lines}'")
+    wanted = int(options.lines) if options.lines else None
+    folder = folder_of(ctx, options.recipe)
+    log = folder / "server.log"
+    if not log.exists():
+        raise NotFound(
+            f"{folder.name} has written no log yet", where=str(log),
+            hint=f"invoke serve --recipe {folder.name} starts it",
+        )  # fmt: skip
+    key = kept_key(folder)
+    hide = Redactor((key,) if key else ())
+    tail = Tail(log)
+    last = last_lines(tail, JSON_LINES if wanted is None else wanted)
+    result = {"log": str(log), "lines": [hide.text(clean(text)) for text in last]}
+    return Outcome(result=result, lines=shown(ctx, folder, wanted, options.follow, hide))
+
+
+def last_lines(tail: Tail, count: int) -> list[str]:
+    """Give the last `count` lines of what is there now; an unfinished last line counts."""
+    kept: deque[str] = deque(maxlen=count)
+    while new := tail.lines():
+        kept.extend(new)
+    if tail.rest:
+        kept.append(tail.rest.decode(errors="replace"))
+    return list(kept)
+
+
+def shown(
+    ctx: Context, folder: Path, count: int | None, follow: bool, hide: Redactor
+) -> Iterator[str]:
+    """Give the lines, and with `follow` those that come, until the server has ended."""
+    tail = Tail(folder / "server.log")
+    if count is not None:
+        yield from map(hide.text, last_lines(tail, count)) if not follow else ()
+        if not follow:
+            return
+        kept: deque[str] = deque(maxlen=count)
+        while new := tail.lines():
+            kept.extend(new)
+        yield from map(hide.text, kept)
+    while True:
+        alive = follow and look(folder).alive
+        while new := tail.lines():
+            yield from map(hide.text, new)
+        if not alive:
+            break
+        ctx.clock.sleep(TICK_S)
+    if tail.rest:
+        yield hide.text(tail.rest.decode(errors="replace"))

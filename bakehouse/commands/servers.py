@@ -1,0 +1,78 @@
+"""What `status`, `logs` and `stop` share: which server is meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bakehouse.context import Context
+from bakehouse.errors import BakehouseError, NotFound, UsageError
+from bakehouse.redact import clean
+from bakehouse.serve.control import Seen
+
+
+def folder_of(ctx: Context, recipe: str) -> Path:
+    """Give the folder of the server that is meant, which need not exist.
+
+    A server that left a trace is found by its name alone, also when its recipe is gone or no longer
+    valid. Raises NotFound where neither server nor recipe has the name, UsageError for no name.
+    """
+    if not recipe:
+        raise UsageError("no recipe is named", hint="--recipe NAME, or a path to a recipe")
+    plain = "/" not in recipe and recipe not in {".", ".."}
+    if plain and (ctx.places.servers / recipe).is_dir():
+        return ctx.places.servers / recipe
+    from bakehouse.recipe.load import find, load  # not needed for a server that is known
+
+    path = find(recipe, ctx.recipes)
+    try:
+        return ctx.places.servers / load(path).recipe.name
+    except BakehouseError as error:
+        if (ctx.places.servers / path.stem).is_dir():
+            return ctx.places.servers / path.stem
+        raise NotFound(
+            f"there is no server of {recipe}, and the recipe cannot be read: {error.what}",
+            where=error.where, hint=f"invoke check --recipe {recipe}",
+        ) from error  # fmt: skip
+
+
+def as_data(seen: Seen) -> dict[str, Any]:
+    """Plain data of one server, for JSON."""
+    state = seen.state
+    data: dict[str, Any] = {
+        "name": seen.name, "status": seen.word, "folder": str(seen.folder),
+        "log": str(seen.folder / "server.log"), "pids": [p.pid for p in seen.processes],
+        "trouble": seen.trouble,
+    }  # fmt: skip
+    if state is None:
+        return data
+    from bakehouse.serve.ready import url_of  # brings in more than a stopped server needs
+
+    ended = state.ended
+    return data | {
+        "pid": state.server.pid if state.server else None,
+        "url": url_of(state.host, state.port) if state.port else None,
+        "started": state.started,
+        "proven": state.proven,
+        "record": state.record,
+        "plan": state.plan,
+        "argv": list(state.argv),
+        "findings": list(state.findings),
+        "ended": ended and {"at": ended.at, "why": ended.why, "code": ended.code, "says": ended.says},
+    }
+
+
+def line(seen: Seen) -> str:
+    """One server in one line, for people."""
+    data = as_data(seen)
+    if seen.word in {"running", "starting"}:
+        rest = f"{data.get('url') or 'not listening yet'}  process {data.get('pid')}"
+        rest += f"  since {data.get('started')}"
+    elif seen.word == "orphaned":
+        rest = f"its keeper is gone; invoke stop --recipe {seen.name} ends what is left of it"
+    else:
+        ended = data.get("ended") or {}
+        rest = f"{ended.get('says') or seen.trouble or 'never ran'}  {ended.get('at') or ''}"
+    grave = data.get("findings") or []
+    warning = f"\n    {grave[0]['severity']} in its log: {grave[0]['line'][:200]}" if grave else ""
+    return clean(f"{seen.name:<20} {seen.word:<9} {rest.rstrip()}{warning}")

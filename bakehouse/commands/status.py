@@ -1,0 +1,25 @@
+"""`status`: which servers run, and how others came to an end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bakehouse.commands.servers import as_data, folder_of, line
+from bakehouse.context import Context
+from bakehouse.outcome import Outcome
+from bakehouse.serve.control import folders, look
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the task was given."""
+
+    recipe: str = ""
+
+
+def run(ctx: Context, options: Options) -> Outcome:
+    """Look at one server or at all; what is gone is written down as gone."""
+    wanted = (folder_of(ctx, options.recipe),) if options.recipe else folders(ctx.places)
+    seen = [look(folder) for folder in wanted]
+    text = "\n".join(line(one) for one in seen) or "no server runs, and none has run yet"
+    return Outcome(result={"servers": [as_data(one) for one in seen]}, text=text)

@@ -1,0 +1,39 @@
+"""`stop`: end a server, its keeper and all their children."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bakehouse.commands.servers import folder_of
+from bakehouse.context import Context
+from bakehouse.errors import HostError, UsageError
+from bakehouse.outcome import Outcome
+from bakehouse.serve.control import folders, look, stop
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the task was given."""
+
+    recipe: str = ""
+    all_: bool = False
+
+
+def run(ctx: Context, options: Options) -> Outcome:
+    """Stop one server or all; a stopped one is no error.
+
+    Raises HostError where something of a server still runs afterwards.
+    """
+    if bool(options.recipe) == options.all_:
+        raise UsageError("name one server or all", hint="--recipe NAME, or --all")
+    wanted = folders(ctx.places) if options.all_ else (folder_of(ctx, options.recipe),)
+    done = [stop(folder) for folder in wanted]
+    if left := [p for folder in wanted for p in look(folder).processes]:
+        raise HostError(
+            "something still runs: " + ", ".join(f"process {p.pid}" for p in left),
+            hint="a process that the kernel holds back ends only when its driver lets go",
+        )
+    told = [one for one in done if one.ran] if options.all_ else done
+    result = {"servers": [vars(one) for one in done]}
+    text = "\n".join(f"{one.name}: {one.says}" for one in told) or "no server runs"
+    return Outcome(result=result, text=text)
