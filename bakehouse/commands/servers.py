@@ -58,7 +58,8 @@ def as_data(seen: Seen) -> dict[str, Any]:
         "plan": state.plan,
         "argv": list(state.argv),
         "findings": list(state.findings),
-        "ended": ended and {"at": ended.at, "why": ended.why, "code": ended.code, "says": ended.says},
+        "ended": ended
+        and {"at": ended.at, "why": ended.why, "code": ended.code, "says": ended.says},
     }
 
 

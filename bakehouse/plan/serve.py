@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
 
 from bakehouse.engines.llamacpp import server
 from bakehouse.errors import UsageError
 from bakehouse.lock import Lock
 from bakehouse.places import Places
 from bakehouse.plan.types import ServePlan
+from bakehouse.recipe.argv import Origin, render
 from bakehouse.recipe.model import Recipe
-
-
-class Paths(Protocol):
-    """Where a model's files lie, as the engine sees them."""
-
-    @property
-    def first(self) -> str:
-        """The first file: what `-m` takes, also of a model in several files."""
-
-    @property
-    def path(self) -> str:
-        """The folder, or the only file."""
-
-    @property
-    def files(self) -> Sequence[str]:
-        """All files."""
-
-
-def variables(recipe: Recipe, binary: str, weights: Mapping[str, Paths]) -> dict[str, Any]:
-    """Give what a command template may name: `server`, `weights`, `serve` and `vars`."""
-    settings = recipe.serve.model_dump(mode="json", exclude={"command", "api_key", "env", "vars"})
-    roles = {
-        role: {"first": paths.first, "path": paths.path, "files": list(paths.files)}
-        for role, paths in weights.items()
-    }
-    return {"server": binary, "weights": roles, "serve": settings, "vars": recipe.serve.vars}
+from bakehouse.recipe.variables import Paths, template_variables
 
 
 def bind_address(host: str, *, has_key: bool) -> str:
@@ -62,24 +37,27 @@ def bind_address(host: str, *, has_key: bool) -> str:
 def plan_serve(
     recipe: Recipe,
     lock: Lock,
-    command: Sequence[str],
+    binary: str,
     weights: Mapping[str, Paths],
     *,
     places: Places,
-    where: server.Where,
+    origin: Origin,
     host: str | None = None,
     port: int | None = None,
 ) -> tuple[ServePlan, server.Features]:
-    """Plan a llama-server of a rendered command; `host` and `port` take the recipe's places.
+    """Plan a server that runs `binary`; `host` and `port` take the place of the recipe's.
 
-    Raises RecipeError for a command that sets what Bakehouse sets, UsageError for an address that
-    must not be listened at.
+    `origin` is where the command stands in the recipe. Raises RecipeError for a template that gives
+    no command, or one that sets what Bakehouse sets; UsageError for an address that must not be
+    listened at.
     """
     folder = places.servers / recipe.name
     has_key = recipe.serve.api_key is not None
     address = bind_address(host or recipe.serve.host, has_key=has_key)
     chosen = recipe.serve.port if port is None else port
-    server.refuse(command, recipe, where)
+    variables = template_variables(recipe, server=binary, weights=weights)
+    command = render(recipe.serve.command, variables, origin=origin)
+    server.refuse(command, recipe, origin)
     added, alias = server.additions(
         command, name=recipe.name, host=address, port=chosen, slots=recipe.serve.slots,
         key_file=str(folder / "api-key") if has_key else None,

@@ -15,6 +15,7 @@ from bakehouse.lock import Lock
 from bakehouse.plan.serve import plan_serve
 from bakehouse.plan.types import ServePlan
 from bakehouse.probe.types import Endpoint, Proof
+from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
 from bakehouse.records.model import Answer
 from bakehouse.serve.bring import Order, identity_digest
@@ -30,13 +31,6 @@ class Files:
     first: str
     path: str
     files: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Place:
-    file: str = "recipes/x.yaml"
-    line: int = 9
-    column: int = 5
 
 
 @dataclass
@@ -70,11 +64,17 @@ def recipe(name: str = "fake", serve: dict[str, Any] | None = None, **more: Any)
 
 
 def make_plan(
-    ctx: Context, wanted: Recipe, command: tuple[str, ...], model: str
-) -> tuple[ServePlan, Features]:
-    lock = Lock(recipe=wanted.name, engine=wanted.engine, wants="", weights={})
+    ctx: Context, command: tuple[str, ...], model: str, name: str = "fake", **serve: Any
+) -> tuple[ServePlan, Features, Recipe]:
+    """Plan a server with this very command."""
+    template = {"command": "{{ vars.command | args }}", "vars": {"command": list(command)}}
+    wanted = recipe(name, {**serve, **template})
+    lock = Lock(recipe=name, engine=wanted.engine, wants="", weights={})
     files = {"model": Files(model, model, (model,))}
-    return plan_serve(wanted, lock, command, files, places=ctx.places, where=Place())
+    plan, asked = plan_serve(
+        wanted, lock, command[0], files, places=ctx.places, origin=Origin("recipes/x.yaml", 9, 5)
+    )
+    return plan, asked, wanted
 
 
 def order(
@@ -95,8 +95,7 @@ def order(
         command += tuple(part for fault in faults for part in ("--fault", fault))
     if key:
         serve["api_key"] = {"env": "KEY"}
-    wanted = recipe(name, serve)
-    plan, asked = make_plan(ctx, wanted, command, model)
+    plan, asked, wanted = make_plan(ctx, command, model, name, **serve)
     folder = ctx.places.servers / name
     settings = Settings(
         folder, folder.parent, identity_digest(plan), "llama.cpp", wanted.serve.stop_timeout,

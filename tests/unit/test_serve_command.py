@@ -6,21 +6,24 @@ from pathlib import Path
 
 import pytest
 
+from bakehouse.base import to_json
 from bakehouse.context import Context
 from bakehouse.engines.llamacpp import server
 from bakehouse.errors import RecipeError, UsageError
 from bakehouse.lock import Lock
 from bakehouse.plan.serve import bind_address
 from bakehouse.ports.process import environment
-from tests.support.serving import Place, make_plan, recipe
+from bakehouse.recipe.faults import Origin
+from tests.support.serving import make_plan, recipe
 
+PLACE = Origin("recipes/x.yaml", 9, 5)
 COMMAND = ("/b/llama-server", "-m", "/w/x.gguf")
 
 
 @pytest.mark.parametrize("flag", sorted(server.OWNED))
 def test_an_owned_flag_is_refused_and_the_error_says_what_to_do(flag: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        server.refuse((*COMMAND, flag, "1"), recipe(), Place())
+        server.refuse((*COMMAND, flag, "1"), recipe(), PLACE)
     (fault,) = caught.value.faults
     assert fault.message == f"serve.command must not hold {flag}"
     assert fault.hint == server.OWNED[flag]
@@ -39,7 +42,7 @@ def test_an_owned_flag_is_refused_and_the_error_says_what_to_do(flag: str) -> No
 )
 def test_other_spellings_of_an_owned_flag_are_refused(argument: str, flag: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        server.refuse((*COMMAND, argument), recipe(), Place())
+        server.refuse((*COMMAND, argument), recipe(), PLACE)
     assert caught.value.faults[0].message.endswith(flag)
     assert "s3cret" not in str(caught.value.where)
 
@@ -47,7 +50,7 @@ def test_other_spellings_of_an_owned_flag_are_refused(argument: str, flag: str) 
 def test_all_faults_of_a_command_are_named_at_once() -> None:
     bad = recipe(serve={"env": {"LLAMA_ARG_PORT": "1", "HF_TOKEN": "x", "OK": "1"}})
     with pytest.raises(RecipeError) as caught:
-        server.refuse(("/b/llama-server", "--port", "1", "-np", "2", "-lv", "1"), bad, Place())
+        server.refuse(("/b/llama-server", "--port", "1", "-np", "2", "-lv", "1"), bad, PLACE)
     said = " ".join(f.message for f in caught.value.faults)
     for part in ("--port", "-np", "-lv", "LLAMA_ARG_PORT", "HF_TOKEN", "names no model"):
         assert part in said
@@ -56,7 +59,7 @@ def test_all_faults_of_a_command_are_named_at_once() -> None:
 
 def test_text_that_looks_like_a_flag_is_let_through_behind_a_free_text_flag() -> None:
     command = (*COMMAND, "--chat-template", "--port", "--temp", "0.5", "-")
-    server.refuse(command, recipe(), Place())
+    server.refuse(command, recipe(), PLACE)
     assert server.flags(command) == (
         ("-m", "/w/x.gguf"), ("--chat-template", "--port"), ("--temp", "0.5"),
     )  # fmt: skip
@@ -70,7 +73,7 @@ def test_the_recipes_own_verbosity_stays() -> None:
 
 
 def test_the_nonce_is_filled_only_where_the_plan_put_it(context: Context) -> None:
-    plan, _ = make_plan(context, recipe("n"), ("/b/{nonce}", "-m", "{nonce}{port}"), "{nonce}")
+    plan, *_ = make_plan(context, ("/b/{nonce}", "-m", "{nonce}{port}"), "{nonce}", "n")
     argv = plan.command("abc")
     assert argv[:3] == ("/b/{nonce}", "-m", "{nonce}{port}")
     assert argv[3:5] == ("--alias", "n,~bakehouse-abc")
@@ -78,13 +81,12 @@ def test_the_nonce_is_filled_only_where_the_plan_put_it(context: Context) -> Non
 
 
 def test_the_plan_of_a_server_is_as_recorded(context: Context) -> None:
-    wanted = recipe("golden", {"port": 8123, "slots": 2, "env": {"GGML_CUDA_X": "1"},
-                               "api_key": {"env": "KEY"}, "context": 4096, "flash_attn": "on",
-                               "gpu_layers": 99, "speculation": "draft-mtp"})  # fmt: skip
-    plan, _ = make_plan(context, wanted, COMMAND, "/w/x.gguf")
+    plan, *_ = make_plan(
+        context, COMMAND, "/w/x.gguf", "golden", port=8123, slots=2, env={"GGML_CUDA_X": "1"},
+        api_key={"env": "KEY"}, context=4096, flash_attn="on", gpu_layers=99,
+        speculation="draft-mtp",
+    )  # fmt: skip
     golden = Path(__file__).parents[1] / "golden" / "serve-plan.json"
-    from bakehouse.base import to_json
-
     made = to_json(plan).replace(str(context.places.servers), "SERVERS")
     assert made == golden.read_text()
 

@@ -8,31 +8,15 @@ silently move the server away from where it is proven.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from bakehouse.base import Frozen
-from bakehouse.errors import Fault, RecipeError
+from bakehouse.errors import RecipeError
 from bakehouse.lock import Lock
+from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
 
 NONCE_ALIAS = "~bakehouse-"
 """What the nonce of a run follows, in the second alias of a server."""
-
-
-class Where(Protocol):
-    """The place of a template in a recipe."""
-
-    @property
-    def file(self) -> str:
-        """Path as it is printed."""
-
-    @property
-    def line(self) -> int:
-        """From 1."""
-
-    @property
-    def column(self) -> int:
-        """From 1."""
 
 
 _DOWNLOADS = "it downloads what nothing pins; name the weights under weights.model"
@@ -119,33 +103,38 @@ def flags(argv: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
     return tuple(found)
 
 
-def refuse(command: Sequence[str], recipe: Recipe, where: Where) -> None:
+def refuse(command: Sequence[str], recipe: Recipe, origin: Origin) -> None:
     """Raise RecipeError, exit 2, for flags and variables that Bakehouse sets itself."""
-    seen = dict.fromkeys(flag for flag, _ in flags(command) if flag in OWNED)
+    given = flags(command)
     faults = [
-        Fault(where.file, where.line, where.column, f"serve.command must not hold {flag}",
-              OWNED[flag])
-        for flag in seen
-    ]  # fmt: skip
+        origin.fault(f"serve.command must not hold {flag}", OWNED[flag])
+        for flag in dict.fromkeys(flag for flag, _ in given if flag in OWNED)
+    ]
     faults += [
-        Fault(where.file, where.line, where.column, f"serve.env must not hold {name}",
-              "llama-server reads it in place of a flag or as a token; write the flag in "
-              "serve.command, where it can be seen")
+        origin.fault(
+            f"serve.env must not hold {name}",
+            "llama-server reads it in place of a flag, or as a token; write the flag in "
+            "serve.command, where it can be seen",
+        )
         for name in recipe.serve.env
         if name.startswith(REFUSED_ENVIRONMENT)
-    ]  # fmt: skip
+    ]
     faults += [
-        Fault(where.file, where.line, where.column, f"serve.command lowers {flag} to {value}",
-              f"Bakehouse reads the log for evidence; {EVIDENCE_LEVEL} or more, or leave it out")
-        for flag, value in flags(command)
+        origin.fault(
+            f"serve.command lowers {flag} to {value}",
+            f"Bakehouse reads the log for evidence; {EVIDENCE_LEVEL} or more, or leave it out",
+        )
+        for flag, value in given
         if flag in LEVEL and value and value.lstrip("-").isdigit() and int(value) < EVIDENCE_LEVEL
-    ]  # fmt: skip
-    if not any(flag in {"-m", "--model"} and value for flag, value in flags(command)):
+    ]
+    if not any(flag in {"-m", "--model"} and value for flag, value in given):
         faults.append(
-            Fault(where.file, where.line, where.column, "serve.command names no model",
-                  "add -m {{ weights.model.first }}; without it llama-server starts as a router "
-                  "that answers 200 with nothing loaded")
-        )  # fmt: skip
+            origin.fault(
+                "serve.command names no model",
+                "add -m {{ weights.model.first }}; without it llama-server starts as a router "
+                "that answers 200 with nothing loaded",
+            )
+        )
     if faults:
         raise RecipeError("the command sets what Bakehouse has to set itself", faults)
 
