@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from invoke import Context, task
+from invoke.context import Context
+from invoke.tasks import task
 
 RECIPE = "a name in recipes/, or a path to a recipe"
 SET = "override one key, e.g. serve.context=65536 (YAML; may be repeated)"
