@@ -310,20 +310,29 @@ class Question(Frozen):
     mode: Literal["chat", "completion"] = "chat"
 
 
+BUILT_IN = 8
+"""Built-in questions in each language."""
+
+
 class Facts(Frozen):
     """The suite of questions whose answers are known."""
 
     questions: Annotated[tuple[Question, ...], Field(min_length=1)] | None = None
     """In place of the built-in ones."""
+    language: Literal["en", "de", "es", "fr", "zh"] = "en"
+    """Of the built-in ones."""
+    mode: Literal["chat", "completion"] = "chat"
+    """How the built-in ones are put."""
     must_pass: Annotated[Whole, Field(ge=1)] | None = None
-    """How many must be right; all of them where nothing is said."""
+    """How many must be right; by default all of one's own, all but one of the built-in ones."""
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
-        asked = len(self.questions or ())
-        if asked and self.must_pass and self.must_pass > asked:
+        asked = len(self.questions or ()) or BUILT_IN
+        if self.must_pass and self.must_pass > asked:
+            kind = "questions" if self.questions else "built-in questions"
             raise Misplaced(
-                f"must_pass is {self.must_pass}, but there are {asked} questions",
+                f"must_pass is {self.must_pass}, but there are {asked} {kind}",
                 "must_pass",
                 about=("must_pass", "questions"),
             )

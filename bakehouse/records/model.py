@@ -33,6 +33,10 @@ class Answer(Frozen):
     finish_reason: str | None = None
     verdict: str
     """`right`, `wrong`, `never started` or `unanswered`."""
+    why: str = ""
+    """What was found, or what stood in the way."""
+    found_in: str | None = None
+    """`content` or `reasoning`, where the answer was found."""
     tokens: int | None = None
     """Completion tokens, as the server counts them."""
     seconds: float

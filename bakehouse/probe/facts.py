@@ -1,0 +1,49 @@
+"""The `facts` suite: which questions are asked, and how many must be right."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from bakehouse.recipe.model import BUILT_IN, Facts, Question
+
+DATA = Path(__file__).with_name("facts.yaml")
+
+
+@cache
+def _data() -> dict[str, list[dict[str, Any]]]:
+    from ruamel.yaml import YAML  # only a probe needs it
+
+    loaded: dict[str, list[dict[str, Any]]] = YAML(typ="safe", pure=True).load(DATA)
+    return loaded
+
+
+def languages() -> tuple[str, ...]:
+    """Languages that there are built-in questions in, English first."""
+    return tuple(_data())
+
+
+def built_in(language: str = "en", mode: str = "chat") -> tuple[Question, ...]:
+    """Give the built-in questions of a language, as questions or as sentences to go on with."""
+    key = "complete" if mode == "completion" else "ask"
+    return tuple(
+        Question.model_validate({"ask": row[key], "answers": row["answers"], "mode": mode})
+        for row in _data()[language]
+    )
+
+
+def questions(facts: Facts) -> tuple[Question, ...]:
+    """Give what is asked: the recipe's own questions, or the built-in ones."""
+    return facts.questions or built_in(facts.language, facts.mode)
+
+
+def must_pass(facts: Facts) -> int:
+    """Give how many must be right, where the recipe does not say.
+
+    All of a recipe's own: whoever writes them knows their model. All but one of the built-in ones:
+    a small model may miss one, while a corrupted one misses nearly all.
+    """
+    if facts.must_pass:
+        return facts.must_pass
+    return len(facts.questions) if facts.questions else BUILT_IN - 1

@@ -1,0 +1,153 @@
+"""Answers are found as whole words in any script, and degenerate text is told from text."""
+
+from __future__ import annotations
+
+import random
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bakehouse.probe.text import holds, lists, loops, normal, without_echo
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("2+2=4.", "4"),
+        ("**4**", "4"),
+        (r"\boxed{4}", "4"),
+        ("the answer is 4, of course", "4"),
+        ("答案是4个", "4"),
+        ("４", "4"),
+        ("٤", "4"),
+        ("④", "4"),
+        ("H₂O", "H2O"),
+        ("H<sub>2</sub>O", "h2o"),
+        ("H_2O, water", "H2O"),
+        (r"$\mathrm{H}_2\mathrm{O}$", "H2O"),
+        (r"\(\text{H}_2\text{O}\)", "H2O"),
+        ("H~2~O", "H2O"),
+        ("PARIS!", "Paris"),
+        ("_Paris_", "Paris"),
+        ("`Paris`", "Paris"),
+        ("Paris's", "Paris"),
+        ("New\n  York", "New York"),
+        ("Pa\u00adris", "Paris"),
+        ("die Straße", "STRASSE"),
+        ("Sao\u0301", "Saó"),
+        ("法国的首都是巴黎。", "巴黎"),
+        ("日本の首都は東京です", "東京"),
+        ("프랑스의 수도는 파리입니다", "파리"),
+        ("เมืองหลวงคือปารีสครับ", "ปารีส"),
+        ("答案：七", "七"),
+        ("столица — Париж", "париж"),
+        ("about 4 (four)", "four"),
+        ("four-legged", "four"),
+        ("day-7", "7"),
+    ],
+)
+def test_found(text: str, answer: str) -> None:
+    assert holds(normal(text), normal(answer))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("14", "4"),
+        ("4.5", "4"),
+        ("3.4", "4"),
+        ("4,000", "4"),
+        ("it is -4", "4"),
+        ("-4", "4"),
+        ("4²", "42"),
+        ("b4", "4"),
+        ("twenty-four", "four"),
+        ("twenty four", "four"),
+        ("seventeen", "seven"),
+        ("Parisian", "Paris"),
+        ("comparison", "paris"),
+        ("scold", "cold"),
+        ("H2O2", "H2O"),
+        ("七十七", "七"),
+        ("十四", "四"),
+        ("", "4"),
+        ("anything", ""),
+    ],
+)
+def test_not_found(text: str, answer: str) -> None:
+    assert not holds(normal(text), normal(answer))
+
+
+@given(st.text())
+def test_normal_text_stays_as_it_is(text: str) -> None:
+    once = normal(text)
+    assert "\n" not in once
+    assert normal(once).replace(" ", "") == normal(normal(once)).replace(" ", "")
+
+
+@given(st.text(alphabet=string.ascii_letters, min_size=1), st.text(alphabet=" .,!?\n*"))
+def test_a_word_between_marks_is_found(word: str, marks: str) -> None:
+    assert holds(normal(f"{marks} {word} {marks}"), normal(word))
+
+
+@pytest.mark.parametrize(
+    ("text", "question", "left"),
+    [
+        ("The opposite of hot is cold.", "What is the opposite of hot?", "cold"),
+        ("What is the opposite of hot?", "What is the opposite of hot?", ""),
+        ("What is 2+2? 4", "What is 2+2?", "4"),
+        ("2+2=4", "2+2=", "4"),
+        ("法国的首都是巴黎", "法国的首都是哪里？", "巴黎"),
+        ("Which is bigger, 9.11 or 9.8? 9.8", "Which is bigger, 9.11 or 9.8?", "9.8"),
+        ("nothing in common", "What is the capital of Germany?", "nothing in common"),
+    ],
+)
+def test_the_echo_of_a_question_goes(text: str, question: str, left: str) -> None:
+    rest = without_echo(normal(text), normal(question))
+    words = [w for w in rest.replace("?", " ").split() if w not in (".", "is")]
+    assert " ".join(words).strip(" .=") == left
+
+
+LOOPS = [
+    "?" * 40,
+    "lockhandlehandlehandlehandlehandlehandlehandle",
+    " the of France is the of France is the of France is the of France is the of France is",
+    "Paris " * 30,
+    "巴黎" * 30,
+    "Il Corriere dii, " * 12,
+    "The capital of France is Paris, and the capital of Germany is Berlin, and so on. " * 20,
+]
+PROSE = [
+    "The opposite of hot is cold. This is a fundamental concept in science, where heat is of fire.",
+    "4",
+    "Paris.",
+    "The user asks for a capital. France is in Europe. I say Paris. Let me see: Paris? Yes, Paris.",
+    "1, 2, 3, 4",
+    "法国的首都是巴黎。巴黎位于法国北部，塞纳河穿城而过，是法国的政治、经济和文化中心。",
+]
+
+
+@pytest.mark.parametrize("text", LOOPS)
+def test_loops_are_seen(text: str) -> None:
+    assert loops(normal(text))
+
+
+@pytest.mark.parametrize("text", PROSE)
+def test_prose_does_not_loop_and_is_no_list(text: str) -> None:
+    assert not loops(normal(text))
+    assert not lists(text)
+
+
+def test_few_words_in_random_order_are_a_loop() -> None:
+    mixer = random.Random(1)
+    words = mixer.choices(["paris", "the", "of", "is", "france"], k=120)
+    assert loops(" ".join(words))
+
+
+def test_many_short_items_are_a_list() -> None:
+    cities = "London, Berlin, Madrid, Rome, Paris, Vienna, Prague, Oslo, Bern, Kyiv, Riga, Athens"
+    assert lists(cities)
+    assert lists(cities.replace(", ", "\n- "))
+    assert lists("北京、东京、巴黎、伦敦、柏林、罗马、马德里、维也纳、布拉格、雅典、奥斯陆、伯尔尼")
