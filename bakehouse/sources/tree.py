@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError
-from bakehouse.lock import ArchivePin, GitPin, Lock
+from bakehouse.lock import ArchivePin, GitPin, Lock, PatchPin
 from bakehouse.places import Places
 from bakehouse.ports.git import Git, GitFailed
 from bakehouse.sources.archive import ARCHIVES, ensure_archive_tree
@@ -36,10 +36,10 @@ class TreeEntry:
     path: str
 
 
-def repository_of(places: Places, lock: Lock) -> Path:
-    """The bare repository that holds a lock's source tree."""
-    if isinstance(lock.source, GitPin):
-        return mirror_folder(places, lock.source.url)
+def repository_of(places: Places, source: GitPin | ArchivePin) -> Path:
+    """The bare repository that holds a source's tree."""
+    if isinstance(source, GitPin):
+        return mirror_folder(places, source.url)
     return places.git / ARCHIVES
 
 
@@ -62,13 +62,22 @@ def ensure_tree(ctx: Context, lock: Lock) -> None:
             where=lock.recipe,
             hint="write it anew with 'invoke lock --update'",
         )
-    repository = repository_of(ctx.places, lock)
-    if tree_is_whole(git, repository, lock.source_tree):
-        return
-    with guarded(ctx, repository.with_suffix(".lock"), "the source tree"):
-        made = apply_patches(ctx, git, repository, source.tree, lock.patches)
+    if not tree_is_whole(git, repository_of(ctx.places, source), lock.source_tree):
+        made = patched_tree(ctx, git, source, lock.patches)
         _same("the patched source tree", lock.source_tree, made, lock.recipe)
+
+
+def patched_tree(
+    ctx: Context, git: Git, source: GitPin | ArchivePin, patches: Sequence[PatchPin]
+) -> str:
+    """Apply patches to a source that is here; give the tree that results, kept under a ref."""
+    if not patches:
+        return source.tree
+    repository = repository_of(ctx.places, source)
+    with guarded(ctx, repository.with_suffix(".lock"), "the source tree"):
+        made = apply_patches(ctx, git, repository, source.tree, patches)
         git.ask(repository, "update-ref", f"{TREES}/{made}", made)
+    return made
 
 
 def _ensure_git(ctx: Context, git: Git, pin: GitPin) -> None:
@@ -122,7 +131,7 @@ def materialise(ctx: Context, lock: Lock, target: Path) -> None:
             "the folder for the source is not empty", where=str(target), hint="remove it first"
         )
     git = Git(ctx.processes, ctx.environment)
-    parts = [(repository_of(ctx.places, lock), lock.source_tree, Path())]
+    parts = [(repository_of(ctx.places, source), lock.source_tree, Path())]
     if isinstance(source, GitPin):
         parts += [
             (mirror_folder(ctx.places, part.url), part.tree, Path(part.path))

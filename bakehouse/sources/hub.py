@@ -1,0 +1,192 @@
+"""The Hugging Face Hub: what a repository holds at one revision, and where its files lie."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+from bakehouse.context import Context
+from bakehouse.errors import BakehouseError, HostError, LockError, NotFound, UsageError
+from bakehouse.ports.git import COMMIT
+from bakehouse.ports.http import HttpStatus, Reply, Unreachable
+from bakehouse.redact import clean
+
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
+
+ENDPOINT = "https://huggingface.co"
+ATTEMPTS = 4
+MAX_LISTING = 64 * 2**20
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """One file of a repository. `sha256` is there for files in LFS, as all weights are."""
+
+    path: str
+    size: int | None
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class HubListing:
+    """A repository's files at one commit."""
+
+    repository: str
+    commit: str
+    files: tuple[HubFile, ...]
+
+
+def endpoint(environment: Mapping[str, str]) -> str:
+    """The hub in use: `HF_ENDPOINT`, as huggingface_hub has it, or huggingface.co."""
+    url = (environment.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
+    parts = urlsplit(url)
+    local = parts.hostname in ("localhost", "127.0.0.1", "::1")
+    if parts.scheme != "https" and not (parts.scheme == "http" and local):
+        raise UsageError(
+            "HF_ENDPOINT has to be an https address: a token would travel in plain text",
+            where=f"HF_ENDPOINT={clean(url)}",
+            hint=f"unset it to use {ENDPOINT}",
+        )
+    return url
+
+
+def headers(environment: Mapping[str, str]) -> dict[str, str]:
+    """What authorises a request, where a token is set; never shown."""
+    token = environment.get("HF_TOKEN") or environment.get("HUGGING_FACE_HUB_TOKEN")
+    return {"Authorization": f"Bearer {token.strip()}"} if token and token.strip() else {}
+
+
+def file_url(ctx: Context, repository: str, commit: str, path: str) -> str:
+    """Where a file lies at a commit."""
+    return f"{endpoint(ctx.environment)}/{repository}/resolve/{commit}/{quote(path)}"
+
+
+def list_files(ctx: Context, repository: str, revision: str) -> HubListing:
+    """Ask what a repository holds at a branch, tag or commit.
+
+    Raises NotFound (no such repository or revision), HostError (a token is needed, terms are to be
+    accepted, the hub cannot be reached), UsageError.
+    """
+    if not _REPOSITORY.fullmatch(repository) or ".." in repository:
+        raise UsageError(
+            f"'{clean(repository)}' is not a hub repository", hint="write it as owner/name"
+        )
+    where = f"{endpoint(ctx.environment)}/{repository}, revision {clean(revision)}"
+    base = f"{endpoint(ctx.environment)}/api/models/{repository}"
+    url = f"{base}/revision/{quote(revision, safe='')}?blobs=true"
+    reply = _ask(ctx, url, where)
+    if reply.status != 200:
+        raise refused(reply.status, reply.headers, where, bool(headers(ctx.environment)))
+    try:
+        answer = reply.json()
+        commit, siblings = answer["sha"], answer["siblings"]
+        files = tuple(_file(sibling) for sibling in siblings)
+    except (ValueError, KeyError, TypeError):
+        commit, files = "", ()
+    if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
+        raise HostError(
+            "the hub's answer is not a listing",
+            where=where,
+            hint="see that HF_ENDPOINT is a hub and that no portal stands before it",
+            id="hub",
+        )
+    if COMMIT.fullmatch(revision) and revision != commit:
+        raise LockError(f"the hub answers with commit {commit}", where=where)
+    return HubListing(repository, commit, files)
+
+
+def _file(sibling: Mapping[str, Any]) -> HubFile:
+    lfs = sibling.get("lfs") or {}
+    size = lfs.get("size", sibling.get("size"))
+    sha256 = lfs.get("sha256")
+    if sha256 is not None and not re.fullmatch(r"[0-9a-f]{64}", sha256):
+        raise ValueError(sha256)
+    return HubFile(str(sibling["rfilename"]), size if isinstance(size, int) else None, sha256)
+
+
+def _ask(ctx: Context, url: str, where: str, max_bytes: int = MAX_LISTING) -> Reply:
+    """Ask, again where the hub is busy or out of reach for the moment."""
+    import tenacity  # `plan` passes through this module
+
+    def busy(reply: Reply) -> bool:
+        return reply.status in (408, 429, 500, 502, 503, 504)
+
+    def give_up(state: RetryCallState) -> Any:
+        return state.outcome.result() if state.outcome else None
+
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_result(busy) | tenacity.retry_if_exception_type(Unreachable),
+        stop=tenacity.stop_after_attempt(ATTEMPTS),
+        wait=tenacity.wait_exponential_jitter(initial=0.5, max=20),
+        sleep=ctx.clock.sleep,
+        retry_error_callback=give_up,
+    )
+    try:
+        reply: Reply = retrying(
+            ctx.http.ask, "GET", url, headers=headers(ctx.environment), max_bytes=max_bytes
+        )
+    except Unreachable as error:
+        raise HostError(
+            f"the hub cannot be reached: {error.why}",
+            where=where,
+            hint="check the network and HF_ENDPOINT, and run it again",
+            id="hub",
+        ) from error
+    return reply
+
+
+def small_file(ctx: Context, repository: str, commit: str, path: str, max_bytes: int) -> bytes:
+    """Read a file that is not in LFS (a configuration), bounded."""
+    where = f"{repository}, {clean(path)}"
+    reply = _ask(ctx, file_url(ctx, repository, commit, path), where, max_bytes)
+    if reply.status != 200:
+        raise refused(reply.status, reply.headers, where, bool(headers(ctx.environment)))
+    return reply.body
+
+
+def refused(status: int, sent: Mapping[str, str], where: str, with_token: bool) -> BakehouseError:
+    """Tell apart: wants a token, wants terms accepted, no such repository, revision or file."""
+    code = {key.lower(): value for key, value in sent.items()}.get("x-error-code", "")
+    if code == "GatedRepo" or (status == 403 and with_token):
+        return HostError(
+            "the model is gated: the hub gives it out only to those who accepted its terms",
+            where=where,
+            hint="open the model's page, accept the terms with the account of your HF_TOKEN"
+            if with_token
+            else "accept the terms on the model's page, then set HF_TOKEN to your token",
+            id="hub-gated",
+        )
+    if code == "RevisionNotFound":
+        return NotFound("the hub repository has no such revision", where=where, id="hub-revision")
+    if code == "EntryNotFound":
+        return NotFound("the hub repository has no such file", where=where, id="hub-file")
+    if status in (401, 403):
+        what = "says no to your token" if with_token else "wants a token, or has no such repository"
+        return HostError(
+            f"the hub {what}",
+            where=where,
+            hint="see that HF_TOKEN is valid and may read this repository"
+            if with_token
+            else "see that the name is right; for a private or gated one set HF_TOKEN",
+            id="hub-login",
+        )
+    if status == 404:
+        return NotFound(
+            "the hub has no such repository, or it is private",
+            where=where,
+            hint="see that the name is right; for a private one set HF_TOKEN",
+            id="hub-repository",
+        )
+    return HostError(
+        f"the hub answers {status}", where=where, hint="wait a while and run it again", id="hub"
+    )
+
+
+def explain(error: HttpStatus, where: str, environment: Mapping[str, str]) -> BakehouseError:
+    """Put a refused download into the hub's terms."""
+    return refused(error.status, {}, where, bool(headers(environment)))

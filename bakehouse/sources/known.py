@@ -1,0 +1,64 @@
+"""Hashes of large files, remembered: hashing a model takes longer than looking at it.
+
+A hash is believed while size, modification time (in nanoseconds), inode and device are what they
+were when the file was hashed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from bakehouse.base import to_json
+from bakehouse.context import Context
+from bakehouse.places import Places
+from bakehouse.sources.files import sha256_file, write_atomic
+
+SETTLED_NS = 50_000_000
+"""A file changed less than this before it was looked at may change again within one clock tick."""
+
+
+def _note(places: Places, path: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:40]
+    return places.weights / ".known" / f"{name}.json"
+
+
+def _identity(path: Path) -> dict[str, Any]:
+    seen = path.stat()
+    return {
+        "path": str(path.absolute()), "size": seen.st_size, "mtime_ns": seen.st_mtime_ns,
+        "inode": seen.st_ino, "device": seen.st_dev,
+    }  # fmt: skip
+
+
+def remembered(places: Places, path: Path) -> str | None:
+    """The file's sha256, where it was hashed before and has not changed since."""
+    try:
+        note = json.loads(_note(places, path).read_bytes())
+        sha256 = note.pop("sha256")
+        return sha256 if note == _identity(path) and isinstance(sha256, str) else None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return None
+
+
+def known_sha256(ctx: Context, path: Path) -> str:
+    """The file's sha256; read only where it is not remembered."""
+    if found := remembered(ctx.places, path):
+        return found
+    before = _identity(path)
+    with ctx.progress.bar(f"hash {path.name}", "B") as bar:
+        found = sha256_file(path, bar.update)
+    remember(ctx, path, found, before)
+    return found
+
+
+def remember(ctx: Context, path: Path, sha256: str, before: dict[str, Any] | None = None) -> None:
+    """Remember a hash; not where the file changed while it was read, or only just now."""
+    now = _identity(path)
+    fresh = ctx.clock.now().timestamp() * 1e9 - now["mtime_ns"] < SETTLED_NS
+    if before not in (None, now) or (before is not None and fresh):
+        return
+    write_atomic(_note(ctx.places, path), to_json({**now, "sha256": sha256}).encode())

