@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from bakehouse.base import digest, to_json
 from bakehouse.errors import HostError, LockError
-from bakehouse.lock import ArchivePin, Drift, GitPin, Lock, WeightPin
+from bakehouse.lock import ArchivePin, Drift, GitPin, Lock, ToolkitPin, WeightPin
 from bakehouse.recipe.model import Recipe, Source, Weights
+from bakehouse.sources.choice import fitting
 
 if TYPE_CHECKING:
     from bakehouse.context import Context
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 MAX_LOCK = 16 * 2**20
-UPDATE = "if the change is wanted, move the pins with 'invoke lock --recipe {} --update'"
 
 
 def lock_path(recipe_path: Path) -> Path:
@@ -76,10 +76,21 @@ def _first_fault(error: ValueError) -> str:
 
 
 def wants(recipe: Recipe) -> str:
-    """Digest of all in a recipe that is resolved: engine, source with patches, weights."""
-    source = recipe.source.to_data() if recipe.source else None
-    weights = recipe.weights.to_data()
-    return digest({"engine": recipe.engine, "source": source, "weights": weights})
+    """Digest of all in a recipe that is resolved: engine, source with patches, toolkit, weights."""
+    return digest(
+        {
+            "engine": recipe.engine,
+            "source": recipe.source.to_data() if recipe.source else None,
+            "toolkit": _toolkit(recipe),
+            "weights": recipe.weights.to_data(),
+        }
+    )
+
+
+def _toolkit(recipe: Recipe) -> str | None:
+    """Version of the CUDA toolkit that Bakehouse is to provide, if it is."""
+    cuda = recipe.build.cuda if recipe.build else None
+    return cuda.version if cuda and cuda.provide == "pypi" else None
 
 
 def drift(recipe: Recipe, lock: Lock) -> tuple[Drift, ...]:
@@ -87,7 +98,12 @@ def drift(recipe: Recipe, lock: Lock) -> tuple[Drift, ...]:
     found = [Drift(reason=r, where=w, locked=a, now=b) for r, w, a, b in _drift(recipe, lock)]
     if not found and lock.wants != wants(recipe):
         found.append(
-            Drift(reason="recipe-changed", where="recipe", locked=lock.wants, now=wants(recipe))
+            Drift(
+                reason="recipe-changed",
+                where="the digest of what is resolved",
+                locked=lock.wants[:12],
+                now=wants(recipe)[:12],
+            )
         )
     return tuple(found)
 
@@ -100,6 +116,9 @@ def _drift(recipe: Recipe, lock: Lock) -> Iterator[_Difference]:
     if lock.engine != recipe.engine:
         yield "engine-changed", "engine", lock.engine, recipe.engine
     yield from _source_drift(recipe.source, lock)
+    toolkit, pinned = _toolkit(recipe), lock.toolkit.version if lock.toolkit else None
+    if toolkit != pinned and not f"{pinned}.".startswith(f"{toolkit}."):
+        yield "toolkit-changed", "build.cuda", pinned or "none", toolkit or "none"
     locked, wanted = lock.weights, dict(recipe.weights.items())
     for role in sorted({*locked, *wanted}):
         where = f"weights.{role}"
@@ -164,6 +183,9 @@ def _weight_drift(where: str, weights: Weights, pin: WeightPin) -> Iterator[_Dif
     full = weights.revision and len(weights.revision) == 40
     if full and weights.revision != pin.revision:
         yield "weights-changed", f"{where}.revision", str(pin.revision), str(weights.revision)
+    paths = [file.path for file in pin.files]
+    if weights.files and fitting(paths, weights.files) != paths:
+        yield "weights-changed", f"{where}.files", ", ".join(paths), weights.files
     hashes = [file.sha256 for file in pin.files]
     if weights.sha256 and hashes != [weights.sha256]:
         yield "weights-changed", f"{where}.sha256", ", ".join(hashes), weights.sha256
@@ -180,6 +202,7 @@ def resolve(ctx: Context, loaded: Loaded, before: Lock | None = None) -> Lock:
     from bakehouse.sources import archive, gitpin, patches, pinning, tree
 
     recipe = loaded.recipe
+    known = before if before and before.wants == wants(recipe) else None
     git = Git(ctx.processes, ctx.environment)
     source: GitPin | ArchivePin | None = None
     patch_pins: tuple[Any, ...] = ()
@@ -187,13 +210,15 @@ def resolve(ctx: Context, loaded: Loaded, before: Lock | None = None) -> Lock:
     if recipe.source:
         patch_pins = patches.pin_patches(ctx, loaded.folder, recipe.source.patches)
         if recipe.source.archive:
-            source = archive.pin_archive(ctx, git, recipe.source.archive, loaded.folder)
+            source = archive.pin_archive(
+                ctx, git, recipe.source.archive, loaded.folder, known.source if known else None
+            )
         else:
             source = gitpin.pin_git(ctx, git, recipe.source)
         source_tree = tree.patched_tree(ctx, git, source, patch_pins)
-    known = before.weights if before and before.wants == wants(recipe) else {}
+    pins = known.weights if known else {}
     weights = {
-        role: pinning.pin_weights(ctx, loaded.folder, role, wanted, known.get(role))
+        role: pinning.pin_weights(ctx, loaded.folder, role, wanted, pins.get(role))
         for role, wanted in recipe.weights.items()
     }
     return Lock(
@@ -203,8 +228,18 @@ def resolve(ctx: Context, loaded: Loaded, before: Lock | None = None) -> Lock:
         source=source,
         patches=patch_pins,
         source_tree=source_tree,
+        toolkit=_pin_toolkit(ctx, recipe),
         weights=weights,
     )
+
+
+def _pin_toolkit(ctx: Context, recipe: Recipe) -> ToolkitPin | None:
+    version = _toolkit(recipe)
+    if version is None:
+        return None
+    from bakehouse.toolkit.provide import pin_toolkit
+
+    return pin_toolkit(ctx, version)
 
 
 def ensure_lock(
@@ -219,7 +254,7 @@ def ensure_lock(
     path = lock_path(loaded.path)
     old = _old_lock(path, update=update)
     if old is not None and not update:
-        _no_drift(loaded, old, path)
+        _no_drift(ctx, loaded, old, path)
         bring_local_files(ctx, loaded, old)
         return old
     if locked:
@@ -228,7 +263,7 @@ def ensure_lock(
             if old is None
             else "--locked forbids to move the lock",
             where=str(path),
-            hint=f"run 'invoke lock --recipe {loaded.recipe.name}' and keep the file in git",
+            hint=f"run '{_command(ctx, loaded)}' and keep the file in git",
             id="lock-missing",
         )
     _no_overrides(loaded)
@@ -249,12 +284,19 @@ def _old_lock(path: Path, *, update: bool) -> Lock | None:
         raise
 
 
-def _no_drift(loaded: Loaded, lock: Lock, path: Path) -> None:
+def _command(ctx: Context, loaded: Loaded) -> str:
+    """The command that locks this recipe, as it can be typed."""
+    beside = loaded.folder.absolute() == ctx.recipes.absolute()
+    return f"invoke lock --recipe {loaded.path.stem if beside else loaded.path}"
+
+
+def _no_drift(ctx: Context, loaded: Loaded, lock: Lock, path: Path) -> None:
+    hint = f"if the change is wanted, move the pins with '{_command(ctx, loaded)} --update'"
     if lock.recipe != loaded.recipe.name:
         raise LockError(
             f"the lock belongs to another recipe: '{lock.recipe}', not '{loaded.recipe.name}'",
             where=str(path),
-            hint=UPDATE.format(loaded.recipe.name),
+            hint=hint,
             id="lock-foreign",
         )
     if found := drift(loaded.recipe, lock):
@@ -262,7 +304,7 @@ def _no_drift(loaded: Loaded, lock: Lock, path: Path) -> None:
         raise LockError(
             f"the recipe and its lock differ: {lines}",
             where=str(path),
-            hint=UPDATE.format(loaded.recipe.name),
+            hint=hint,
             id="lock-drift",
         )
 
@@ -328,6 +370,10 @@ def _pins(lock: Lock) -> dict[str, str]:
         pins[f"patch {patch.file.path}"] = f"sha256 {patch.file.sha256}"
     if lock.source_tree:
         pins["source tree"] = lock.source_tree
+    if lock.toolkit:
+        pins["toolkit"] = f"CUDA {lock.toolkit.version}, {len(lock.toolkit.wheels)} wheels"
+        for wheel in lock.toolkit.wheels:
+            pins[f"toolkit {wheel.path}"] = f"{wheel.size:,} bytes, sha256 {wheel.sha256}"
     for role, pin in lock.weights.items():
         at = f" revision {pin.revision}" if pin.revision else ""
         pins[f"{role}"] = f"{pin.origin}{at}"

@@ -10,6 +10,7 @@ from bakehouse.recipe.load import find, load
 from bakehouse.resolve import ensure_lock, lock_path
 from bakehouse.sources.tree import ensure_tree, repository_of
 from bakehouse.sources.weights import ensure
+from bakehouse.toolkit.provide import fetch as fetch_toolkit
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     loaded = load(find(options.recipe, ctx.recipes), options.set)
     lock = ensure_lock(ctx, loaded, locked=options.locked)
     ensure_tree(ctx, lock)
+    wheels = fetch_toolkit(ctx, lock.toolkit) if lock.toolkit else ()
     weights = ensure(ctx, loaded, lock)
     lines = []
     source = None
@@ -37,11 +39,14 @@ def run(ctx: Context, options: Options) -> Outcome:
         lines.append(f"source: tree {lock.source_tree} in {source['repository']}")
     for role, paths in weights.items():
         size = sum(file.size for file in lock.weights[role].files)
-        lines.append(f"{role}: {paths.path} ({len(paths.files)} files, {size:,} bytes, verified)")
+        lines.append(f"{role}: {paths.path} ({size:,} bytes, verified)")
+    if lock.toolkit:
+        lines.append(f"toolkit: CUDA {lock.toolkit.version}, {len(wheels)} wheels")
     return Outcome(
         result={
             "lock": str(lock_path(loaded.path)),
             "source": source,
+            "toolkit": [str(path) for path in wheels],
             "weights": {role: asdict(paths) for role, paths in weights.items()},
         },
         text="\n".join(lines),

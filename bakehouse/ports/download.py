@@ -30,7 +30,7 @@ ATTEMPTS = 6
 """In a row without a byte of progress."""
 LONGEST_WAIT_S = 300.0
 """A host that asks for a longer pause is not waited for."""
-CHUNK = 2**20
+CHUNK = 2**18
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 

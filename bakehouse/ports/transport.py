@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import ipaddress
 import os
 import socket
@@ -196,6 +197,8 @@ _REASONS: tuple[tuple[type[BaseException], str], ...] = (
     (requests.exceptions.ProxyError, "the proxy did not let it through"),
     (urllib3.exceptions.InvalidChunkLength, "the answer's chunks are malformed"),
     (urllib3.exceptions.IncompleteRead, "the answer was cut off"),
+    (http.client.IncompleteRead, "the answer was cut off"),
+    (http.client.RemoteDisconnected, "connection closed without an answer"),
     (ConnectionResetError, "connection reset"),
     (BrokenPipeError, "connection closed while sending"),
     (requests.exceptions.ConnectTimeout, "timed out while connecting"),
@@ -204,6 +207,7 @@ _REASONS: tuple[tuple[type[BaseException], str], ...] = (
     (TimeoutError, "timed out"),
     (requests.exceptions.InvalidURL, "the URL is malformed"),
     (requests.exceptions.InvalidHeader, "a header is malformed"),
+    (http.client.HTTPException, "the answer is not HTTP"),
     (requests.exceptions.ContentDecodingError, "the answer's compression is malformed"),
 )
 
@@ -216,11 +220,6 @@ def why(error: BaseException) -> Unreachable:
     for kind, words in _REASONS:
         if any(isinstance(cause, kind) for cause in causes):
             return Unreachable(words, refused=kind is ConnectionRefusedError)
-    names = {type(cause).__name__ for cause in causes}
-    if "RemoteDisconnected" in names:
-        return Unreachable("connection closed without an answer")
-    if names & {"BadStatusLine", "UnknownProtocol", "LineTooLong", "HTTPException"}:
-        return Unreachable("the answer is not HTTP")
     for cause in causes:
         if isinstance(cause, OSError) and cause.strerror:
             return Unreachable(cause.strerror.lower())
@@ -281,10 +280,14 @@ def _ask(
         method, url, headers=headers, timeouts=(timeout, timeout), json=json,
         connections=connections,
     ) as response:  # fmt: skip
+        too_long = Unreachable(f"the answer is longer than {max_bytes:,} bytes")
+        announced = response.headers.get("Content-Length", "")
+        if announced.isdigit() and int(announced) > max_bytes and method != "HEAD":
+            raise too_long
         body = bytearray()
         for chunk in response.iter_content(CHUNK):
             body += chunk
             if len(body) > max_bytes:
-                raise Unreachable(f"the answer is longer than {max_bytes:,} bytes")
+                raise too_long
         seconds = time.monotonic() - started
         return Reply(response.status_code, response.headers, bytes(body), seconds)

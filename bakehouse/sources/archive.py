@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bakehouse.context import Context
 from bakehouse.errors import LockError
-from bakehouse.lock import ArchivePin, FilePin
+from bakehouse.lock import ArchivePin, FilePin, GitPin
 from bakehouse.ports.git import COMMIT, Git, GitFailed
 from bakehouse.recipe.model import Archive
 from bakehouse.sources.files import describe_wrong, fetch_pinned, guarded, sha256_file
@@ -18,6 +18,7 @@ from bakehouse.sources.registry import fetch_file, find_file, index_url
 from bakehouse.sources.unpack import check_links, choose_folder, unpack
 
 ARCHIVES = "archives.git"
+Pin = GitPin | ArchivePin
 
 
 def origin_of(archive: Archive) -> str:
@@ -81,8 +82,12 @@ def _from_disk(ctx: Context, path: Path, sha256: str) -> str:
     return path.name
 
 
-def pin_archive(ctx: Context, git: Git, archive: Archive, folder: Path) -> ArchivePin:
-    """Fetch, unpack and pin an archive."""
+def pin_archive(
+    ctx: Context, git: Git, archive: Archive, folder: Path, before: Pin | None = None
+) -> ArchivePin:
+    """Fetch, unpack and pin an archive; `before` is what the same recipe was pinned to."""
+    if isinstance(before, ArchivePin) and _is_ready(ctx, git, before.tree):
+        return before
     file = bring_archive(ctx, archive, folder)
     tree, date = import_archive(ctx, git, kept(ctx, file), archive.folder)
     return ArchivePin(

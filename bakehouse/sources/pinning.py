@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,8 +15,8 @@ from bakehouse.context import Context
 from bakehouse.errors import LockError
 from bakehouse.lock import FilePin, WeightPin
 from bakehouse.recipe.model import Weights
-from bakehouse.redact import clean
 from bakehouse.sources import hub
+from bakehouse.sources.choice import check_name, choose
 from bakehouse.sources.files import guarded
 from bakehouse.sources.known import known_sha256
 from bakehouse.sources.registry import fetch_file
@@ -30,7 +29,6 @@ from bakehouse.sources.weights import (
     place,
 )
 
-SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.(gguf|safetensors)")
 MAX_SMALL = 64 * 2**20
 """Bytes; a file of the hub that is not in LFS is read whole to be hashed."""
 
@@ -59,84 +57,6 @@ def pin_weights(
             id="weights-changed",
         )
     return pin
-
-
-def pattern(glob: str) -> re.Pattern[str]:
-    """A glob over paths: `*` and `?` stay within a folder, `**` does not."""
-    out = ""
-    for piece in re.findall(r"\*\*/?|\*|\?|\[[^\]/]+\]|.", glob, re.S):
-        if piece == "**/":
-            out += "(?:.*/)?"
-        elif piece == "**":
-            out += ".*"
-        elif piece in ("*", "?"):
-            out += "[^/]*" if piece == "*" else "[^/]"
-        elif piece.startswith("[") and len(piece) > 2:
-            out += "[^" + piece[2:] if piece[1] in "!^" else piece
-        else:
-            out += re.escape(piece)
-    return re.compile(out)
-
-
-def choose(names: Iterable[str], glob: str, where: str) -> list[str]:
-    """Those names that a glob means, sorted; one model, with all its shards.
-
-    A glob without a folder looks at the top first, and only then below. Raises LockError where
-    nothing fits, where a shard is missing, or where several models fit.
-    """
-    listed = sorted(names)
-    wanted = pattern(glob)
-    chosen = [name for name in listed if wanted.fullmatch(name)]
-    if not chosen and "/" not in glob:
-        chosen = [name for name in listed if wanted.fullmatch(name.rpartition("/")[2])]
-    if not chosen:
-        suffix = glob.rpartition(".")[2]
-        near = [name for name in listed if name.endswith(f".{suffix}")] or listed
-        shown = ", ".join(clean(name) for name in near[:8]) + (" ..." if len(near) > 8 else "")
-        raise LockError(
-            f"no file fits '{clean(glob)}'",
-            where=where,
-            hint=f"there are: {shown or 'no files at all'}",
-            id="weights-missing",
-        )
-    for name in chosen:
-        _safe(name, where)
-    check_shards(chosen, where)
-    return chosen
-
-
-def _safe(name: str, where: str) -> None:
-    parts = name.split("/")
-    if ".." in parts or "" in parts or name.startswith("/") or clean(name, one_line=True) != name:
-        raise LockError(f"'{clean(name)}' is not a usable file name", where=where)
-
-
-def check_shards(names: Sequence[str], where: str) -> None:
-    """Refuse a model that is not whole, or is several."""
-    sets: dict[tuple[str, str, str], set[int]] = {}
-    for name in names:
-        if found := SHARD.fullmatch(name):
-            sets.setdefault((found[1], found[3], found[4]), set()).add(int(found[2]))
-    for (stem, count, suffix), have in sets.items():
-        missing = sorted(set(range(1, int(count) + 1)) - have) if int(count) <= 10_000 else []
-        if missing:
-            shown = ", ".join(f"{stem}-{n:05d}-of-{count}.{suffix}" for n in missing[:6])
-            raise LockError(
-                f"{len(missing)} of {int(count)} shards are missing: {clean(shown)}",
-                where=where,
-                hint="a model is loaded whole: widen the glob, or complete the download",
-                id="weights-shards",
-            )
-    whole = [n for n in names if n.endswith(".gguf") and not SHARD.fullmatch(n)]
-    models = [*whole, *(f"{stem}-*.gguf" for stem, _, suffix in sets if suffix == "gguf")]
-    if len(models) > 1:
-        shown = ", ".join(clean(name) for name in models[:8])
-        raise LockError(
-            f"the files are {len(models)} models, one is wanted: {shown}",
-            where=where,
-            hint="narrow the glob down to one of them",
-            id="weights-ambiguous",
-        )
 
 
 def _read_headers(paths: Sequence[Path]) -> None:
@@ -215,7 +135,7 @@ def _pin_url(ctx: Context, weights: Weights, before: WeightPin | None) -> Weight
     if before and weights.sha256 and weights.sha256 == before.files[0].sha256:
         return before
     name = url.partition("?")[0].rstrip("/").rpartition("/")[2] or "model"
-    _safe(name, url)
+    check_name(name, url)
     key = hashlib.sha256(url.encode()).hexdigest()
     staging = ctx.places.weights / f".staging-{key[:32]}"  # a stable name: it is resumed
     with guarded(ctx, staging.with_suffix(".lock"), f"the weights of {url}"):

@@ -41,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Say nothing."""
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length)
         host = self.server.host
@@ -70,12 +70,14 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.write(body)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> bool:
         try:
             self.wfile.write(data)
             self.wfile.flush()
         except OSError:
             self.close_connection = True
+            return False
+        return True
 
     def send_resource(self, resource: Resource) -> None:
         content, begin, status = resource.content, 0, 200
@@ -196,8 +198,7 @@ def trickle(data: bytes, every: float) -> Fault:
 
     def fault(handler: Handler) -> bool:
         for byte in data:
-            handler.write(bytes([byte]))
-            if handler.close_connection:
+            if not handler.write(bytes([byte])):
                 break
             time.sleep(every)
         handler.close_connection = True

@@ -1,0 +1,95 @@
+"""Which of the files that there are a recipe means: one model, whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from bakehouse.errors import LockError
+from bakehouse.redact import clean
+
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.(gguf|safetensors)")
+
+
+def pattern(glob: str) -> re.Pattern[str]:
+    """A glob over paths: `*` and `?` stay within a folder, `**` does not."""
+    out = ""
+    for piece in re.findall(r"\*\*/?|\*|\?|\[[^\]/]+\]|.", glob, re.S):
+        if piece == "**/":
+            out += "(?:.*/)?"
+        elif piece == "**":
+            out += ".*"
+        elif piece in ("*", "?"):
+            out += "[^/]*" if piece == "*" else "[^/]"
+        elif piece.startswith("[") and len(piece) > 2:
+            out += "[^" + piece[2:] if piece[1] in "!^" else piece
+        else:
+            out += re.escape(piece)
+    return re.compile(out)
+
+
+def fitting(names: Sequence[str], glob: str) -> list[str]:
+    """Those names that a glob means; one without a folder looks at the top, and only then below."""
+    wanted = pattern(glob)
+    chosen = [name for name in names if wanted.fullmatch(name)]
+    if not chosen and "/" not in glob:
+        chosen = [name for name in names if wanted.fullmatch(name.rpartition("/")[2])]
+    return chosen
+
+
+def choose(names: Iterable[str], glob: str, where: str) -> list[str]:
+    """Those names that a glob means, sorted; one model, with all its shards.
+
+    Raises LockError where nothing fits, where a shard is missing, or where several models fit.
+    """
+    listed = sorted(names)
+    chosen = fitting(listed, glob)
+    if not chosen:
+        suffix = glob.rpartition(".")[2]
+        near = [name for name in listed if name.endswith(f".{suffix}")] or listed
+        shown = ", ".join(clean(name) for name in near[:8]) + (" ..." if len(near) > 8 else "")
+        raise LockError(
+            f"no file fits '{clean(glob)}'",
+            where=where,
+            hint=f"there are: {shown or 'no files at all'}",
+            id="weights-missing",
+        )
+    for name in chosen:
+        check_name(name, where)
+    check_shards(chosen, where)
+    return chosen
+
+
+def check_name(name: str, where: str) -> None:
+    """Refuse a file name that leads elsewhere or cannot be shown."""
+    parts = name.split("/")
+    if ".." in parts or "" in parts or name.startswith("/") or clean(name, one_line=True) != name:
+        raise LockError(f"'{clean(name)}' is not a usable file name", where=where)
+
+
+def check_shards(names: Sequence[str], where: str) -> None:
+    """Refuse a model that is not whole, or is several."""
+    sets: dict[tuple[str, str, str], set[int]] = {}
+    for name in names:
+        if found := SHARD.fullmatch(name):
+            sets.setdefault((found[1], found[3], found[4]), set()).add(int(found[2]))
+    for (stem, count, suffix), have in sets.items():
+        missing = sorted(set(range(1, int(count) + 1)) - have) if int(count) <= 10_000 else []
+        if missing:
+            shown = ", ".join(f"{stem}-{n:05d}-of-{count}.{suffix}" for n in missing[:6])
+            raise LockError(
+                f"{len(missing)} of {int(count)} shards are missing: {clean(shown)}",
+                where=where,
+                hint="a model is loaded whole: widen the glob, or complete the download",
+                id="weights-shards",
+            )
+    whole = [n for n in names if n.endswith(".gguf") and not SHARD.fullmatch(n)]
+    models = [*whole, *(f"{stem}-*.gguf" for stem, _, suffix in sets if suffix == "gguf")]
+    if len(models) > 1:
+        shown = ", ".join(clean(name) for name in models[:8])
+        raise LockError(
+            f"the files are {len(models)} models, one is wanted: {shown}",
+            where=where,
+            hint="narrow the glob down to one of them",
+            id="weights-ambiguous",
+        )
