@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from bakehouse.base import digest, to_json
 from bakehouse.errors import HostError, LockError
-from bakehouse.lock import ArchivePin, Drift, GitPin, Lock, ToolkitPin, WeightPin
+from bakehouse.lock import (
+    ArchivePin,
+    Drift,
+    GitPin,
+    Lock,
+    ToolkitPin,
+    WeightPin,
+    changes,
+    describe,
+    moved_line,
+)
 from bakehouse.recipe.model import Recipe, Source, Weights
 from bakehouse.sources.choice import fitting
 
@@ -349,53 +359,6 @@ def _write(path: Path, lock: Lock) -> None:
             hint="see that the recipe's folder may be written to",
             id="disk",
         ) from error
-
-
-def describe(lock: Lock) -> list[str]:
-    """A lock's pins for people, a line each."""
-    return [f"locked {where}: {pin}" for where, pin in _pins(lock).items()]
-
-
-def _pins(lock: Lock) -> dict[str, str]:
-    pins: dict[str, str] = {}
-    if isinstance(lock.source, GitPin):
-        pins["source"] = f"{lock.source.url} commit {lock.source.commit}"
-        if lock.source.ref:
-            pins["ref"] = f"{lock.source.ref} at {lock.source.ref_commit}"
-        for part in lock.source.submodules:
-            pins[f"submodule {part.path}"] = f"{part.url} commit {part.commit}"
-    elif isinstance(lock.source, ArchivePin):
-        pins["source"] = f"{lock.source.origin} sha256 {lock.source.file.sha256}"
-    for patch in lock.patches:
-        pins[f"patch {patch.file.path}"] = f"sha256 {patch.file.sha256}"
-    if lock.source_tree:
-        pins["source tree"] = lock.source_tree
-    if lock.toolkit:
-        pins["toolkit"] = f"CUDA {lock.toolkit.version}, {len(lock.toolkit.wheels)} wheels"
-        for wheel in lock.toolkit.wheels:
-            pins[f"toolkit {wheel.path}"] = f"{wheel.size:,} bytes, sha256 {wheel.sha256}"
-    for role, pin in lock.weights.items():
-        at = f" revision {pin.revision}" if pin.revision else ""
-        pins[f"{role}"] = f"{pin.origin}{at}"
-        for file in pin.files:
-            pins[f"{role} {file.path}"] = f"{file.size:,} bytes, sha256 {file.sha256}"
-    return pins
-
-
-def changes(old: Lock, new: Lock) -> tuple[Drift, ...]:
-    """Which pins moved between two locks."""
-    before, after = _pins(old), _pins(new)
-    return tuple(
-        Drift(reason="moved", where=where, locked=before.get(where, "none"),
-              now=after.get(where, "none"))
-        for where in dict.fromkeys((*before, *after))
-        if before.get(where) != after.get(where)
-    )  # fmt: skip
-
-
-def moved_line(change: Drift) -> str:
-    """One moved pin for people."""
-    return f"moved {change.where}: {change.locked} -> {change.now}"
 
 
 def moved_refs(ctx: Context, lock: Lock) -> tuple[Drift, ...]:

@@ -6,18 +6,10 @@ from dataclasses import dataclass
 
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, LockError
-from bakehouse.lock import Drift, Lock
+from bakehouse.lock import Drift, Lock, changes, describe, moved_line
 from bakehouse.outcome import Outcome
 from bakehouse.recipe.load import Loaded, find, load
-from bakehouse.resolve import (
-    changes,
-    describe,
-    ensure_lock,
-    lock_path,
-    moved_line,
-    moved_refs,
-    read_lock,
-)
+from bakehouse.resolve import ensure_lock, lock_path, moved_refs, read_lock
 
 
 @dataclass(frozen=True)
