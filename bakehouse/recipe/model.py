@@ -53,6 +53,8 @@ class LocalPatch(Frozen):
 
     file: Filled
     sha256: Sha256 | None = None
+    lifts: tuple[Filled, ...] = ()
+    """Ids of rules that the patch makes obsolete; only an experimental recipe may rely on it."""
 
 
 class Archive(Frozen):

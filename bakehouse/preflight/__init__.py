@@ -1,0 +1,1 @@
+"""What can be known to fail before anything is built or loaded."""

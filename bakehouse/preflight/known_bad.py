@@ -1,0 +1,211 @@
+"""Known-bad combinations: a data file, and a pure matcher.
+
+A condition whose fact is not known (the quantisation before the weights are fetched, say) neither
+holds nor fails; a row of which only such conditions are open is a *possible* match: it warns, and
+the probe has to show that the server is right.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib import resources
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from bakehouse.base import Frozen
+from bakehouse.checks import Check, check
+from bakehouse.recipe.model import Recipe
+from bakehouse.toolkit.types import numbers, satisfies
+
+_SPEC = re.compile(r"(<=|>=|<|>)?(\d+(?:\.\d+)*)")
+_QUANTISATION = re.compile(
+    r"(?<![A-Za-z0-9])(?:UD-)?(?:I?Q\d+_[A-Z0-9_]+|TQ\d_\d|(?:MX|NV)FP4|BF16|F16|F32)(?![A-Za-z0-9])",
+    re.IGNORECASE,
+)
+
+
+def _specs(values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        if not _SPEC.fullmatch(value):
+            raise ValueError(f"'{value}' is no version condition; write 13.2, <13 or >=12.9")
+    return values
+
+
+Texts = Annotated[tuple[str, ...], Field(min_length=1)]
+Versions = Annotated[Texts, AfterValidator(_specs)]
+
+
+class When(Frozen):
+    """Conditions; all that are given must hold, each by one of its values."""
+
+    engine: Texts | None = None
+    engine_version: Versions | None = None
+    toolkit: Versions | None = None
+    quantisation: Texts | None = None
+    compute_capability: Texts | None = None
+    environment: Texts | None = None
+    """`NAME=value`; with `!` before it, what must not be set so."""
+    flags: Texts | None = None
+
+
+class Row(Frozen):
+    """One known-bad combination."""
+
+    id: Annotated[str, Field(pattern=r"[a-z0-9][a-z0-9.-]*")]
+    when: When
+    effect: Literal["refuse", "warn"]
+    what: str
+    mend: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is known of a build or a launch; None where it is not known."""
+
+    engine: str | None = None
+    engine_version: str | None = None
+    toolkit: str | None = None
+    quantisation: frozenset[str] | None = None
+    compute_capability: frozenset[str] | None = None
+    environment: Mapping[str, str] | None = None
+    flags: tuple[str, ...] | None = None
+    inapplicable: frozenset[str] = field(default=frozenset())
+    """Facts that this situation cannot have, such as the toolkit of a CPU build."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A row that holds, or that holds as far as is known."""
+
+    row: Row
+    certain: bool
+    unknown: tuple[str, ...] = ()
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """Read the data file; pydantic's ValidationError names a row that is wrong."""
+    from ruamel.yaml import YAML  # only where a situation is judged
+
+    text = resources.files("bakehouse.preflight").joinpath("known_bad.yaml").read_text()
+    found = tuple(Row.model_validate(row) for row in YAML(typ="safe", pure=True).load(text))
+    if len({row.id for row in found}) != len(found):
+        raise ValueError("two rows of known_bad.yaml have one id")
+    return found
+
+
+def matches(situation: Situation, table: Iterable[Row] | None = None) -> tuple[Match, ...]:
+    """Give all rows that hold, or may hold, in this situation."""
+    found = []
+    for row in rows() if table is None else table:
+        verdicts = {
+            name: _holds(name, values, situation)
+            for name in When.model_fields
+            if (values := getattr(row.when, name)) is not None
+        }
+        if False in verdicts.values():
+            continue
+        unknown = tuple(name for name, verdict in verdicts.items() if verdict is None)
+        found.append(Match(row, not unknown, unknown))
+    return tuple(found)
+
+
+def _holds(name: str, values: tuple[str, ...], situation: Situation) -> bool | None:
+    if name in situation.inapplicable:
+        return False
+    fact = getattr(situation, name)
+    if fact is None:
+        return None
+    if name in ("toolkit", "engine_version"):
+        return any(meets(fact, value) for value in values)
+    if name == "environment":
+        return any(_environment(value, fact) for value in values)
+    facts = [fact] if isinstance(fact, str) else list(fact)
+    upper = [f.upper() for f in facts] if name == "quantisation" else facts
+    wanted = [v.upper() for v in values] if name == "quantisation" else values
+    return any(fnmatchcase(one, value) for one in upper for value in wanted)
+
+
+def meets(version: str, spec: str) -> bool:
+    """Whether a version meets `13.2` (any 13.2.*), `<13`, `>=12.9` and so on."""
+    found = _SPEC.fullmatch(spec)
+    if found is None:
+        return False
+    sign, wanted = found[1], found[2]
+    if not sign:
+        return satisfies(version, wanted)
+    want = numbers(wanted)
+    have = numbers(version)[: len(want)]
+    return {"<": have < want, "<=": have <= want, ">": have > want, ">=": have >= want}[sign]
+
+
+def _environment(condition: str, environment: Mapping[str, str]) -> bool:
+    name, _, value = condition.removeprefix("!").partition("=")
+    is_so = name in environment and fnmatchcase(environment[name], value)
+    return not is_so if condition.startswith("!") else is_so
+
+
+def quantisations(names: Iterable[str]) -> frozenset[str] | None:
+    """Quantisations as file and repository names carry them; None where they carry none."""
+    found = {m[0].upper() for name in names for m in _QUANTISATION.finditer(name)}
+    return frozenset(found) or None
+
+
+def situation_of(
+    recipe: Recipe,
+    *,
+    toolkit: str | None = None,
+    capabilities: Iterable[str] = (),
+    tensor_types: Iterable[str] = (),
+    engine_version: str | None = None,
+) -> Situation:
+    """What a recipe says, with what is known besides: nvcc's version, GPUs, tensors' types."""
+    weights = recipe.weights.model
+    names = [n for n in (weights.files, weights.hub, weights.path, weights.url) if n]
+    known = {t.upper() for t in tensor_types} | (quantisations(names) or set())
+    seen = set(capabilities)
+    if not seen and recipe.host.compute_capability:
+        seen = {recipe.host.compute_capability}
+    container = recipe.container.env if recipe.container else {}
+    cmake = recipe.build.cmake if recipe.build else {}
+    cuda = recipe.build.cuda if recipe.build else None
+    return Situation(
+        engine=recipe.engine,
+        engine_version=engine_version,
+        toolkit=toolkit or (cuda.version if cuda else None),
+        quantisation=frozenset(known) or None,
+        compute_capability=frozenset(seen) or None,
+        environment={**container, **recipe.serve.env},
+        flags=(*(f"{n}={v}" for n, v in cmake.items()), *recipe.serve.command.split()),
+        inapplicable=frozenset() if cuda else frozenset({"toolkit"}),
+    )
+
+
+def judge(recipe: Recipe, situation: Situation, where: str) -> tuple[Check, ...]:
+    """Give a check a row that holds or may hold: failed where it refuses, unknown where it warns.
+
+    A row that the recipe acknowledges passes, with the reason, so that the record has it.
+    """
+    found = []
+    for match in matches(situation):
+        row = match.row
+        reason = recipe.acknowledge.get(row.id)
+        observed = f"{row.what} (known from: {row.source})"
+        if match.unknown:
+            observed = f"perhaps: {observed}; not known: {', '.join(match.unknown)}"
+        if reason:
+            observed += f"; acknowledged: {reason}"
+        ok = True if reason else (False if row.effect == "refuse" and match.certain else None)
+        found.append(check(f"known-bad.{row.id}", row.mend, observed, where, ok=ok))
+    return tuple(found)
+
+
+def stale_acknowledgements(recipe: Recipe) -> tuple[str, ...]:
+    """Ids that a recipe acknowledges and that no row has."""
+    return tuple(sorted(set(recipe.acknowledge) - {row.id for row in rows()}))

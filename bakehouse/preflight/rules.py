@@ -1,0 +1,77 @@
+"""Rules across a recipe's keys: pure, before anything is fetched or built."""
+
+from __future__ import annotations
+
+import re
+
+from bakehouse.errors import Fault, RecipeError
+from bakehouse.recipe.load import Loaded
+from bakehouse.recipe.model import Recipe
+from bakehouse.toolkit.force import Conflict, conflicts
+
+OWN_DRAFT_CACHE = ("draft-eagle3", "draft-mtp", "draft-dflash", "draft-dspark")
+"""Speculation modes of llama.cpp that keep a KV cache of their own for the draft."""
+PROJECTOR_RULE = "projector-with-draft-cache"
+"""What a patch names in `lifts` that makes the two work together."""
+_SPEC_TYPE = re.compile(r"--spec-type[=\s]+([\w,-]+)")
+
+
+def rule_conflicts(recipe: Recipe) -> tuple[Conflict, ...]:
+    """Everything in a recipe that contradicts itself across keys."""
+    return (*conflicts(recipe.build), *_projector(recipe), *_acknowledged(recipe))
+
+
+def faults(loaded: Loaded) -> tuple[Fault, ...]:
+    """The same, each at its place in the files."""
+    return tuple(
+        loaded.origin(*c.keys).fault(f"{'.'.join(c.keys)}: {c.message}", c.hint)
+        for c in rule_conflicts(loaded.recipe)
+    )
+
+
+def require(loaded: Loaded) -> None:
+    """Raise RecipeError (exit 2) with every fault, if there is one."""
+    if found := faults(loaded):
+        raise RecipeError(f"the recipe {loaded.recipe.name} contradicts itself", found)
+
+
+def speculation_modes(recipe: Recipe) -> tuple[str, ...]:
+    """Speculation modes that a recipe asks for, by its key or in its command."""
+    written = _SPEC_TYPE.findall(recipe.serve.command)
+    named = ",".join([recipe.serve.speculation or "", *written])
+    return tuple(dict.fromkeys(mode.strip() for mode in named.split(",") if mode.strip()))
+
+
+def _projector(recipe: Recipe) -> tuple[Conflict, ...]:
+    sees = recipe.weights.projector is not None or "--mmproj" in recipe.serve.command
+    modes = [m for m in speculation_modes(recipe) if m in OWN_DRAFT_CACHE]
+    if recipe.engine != "llama.cpp" or not sees or not modes:
+        return ()
+    patches = recipe.source.patches if recipe.source else ()
+    lifted = any(PROJECTOR_RULE in patch.lifts for patch in patches)
+    if lifted and recipe.experimental:
+        return ()
+    return (
+        Conflict(
+            ("serve", "speculation") if recipe.serve.speculation else ("serve", "command"),
+            f"{', '.join(modes)} keeps a KV cache of its own for the draft, which never learns of "
+            "an image: with a projector, every image request ends with HTTP 500",
+            "drop the speculation or the projector (ngram modes go with it); a patch that mends "
+            f"this says so with lifts: [{PROJECTOR_RULE}], and the recipe is experimental: true",
+        ),
+    )
+
+
+def _acknowledged(recipe: Recipe) -> tuple[Conflict, ...]:
+    if not recipe.acknowledge:
+        return ()
+    from bakehouse.preflight.known_bad import stale_acknowledgements
+
+    return tuple(
+        Conflict(
+            ("acknowledge", name),
+            f"no known-bad combination has the id '{name}'",
+            "take it out; `invoke check` names the ids that apply",
+        )
+        for name in stale_acknowledgements(recipe)
+    )

@@ -1,0 +1,254 @@
+"""Rules across keys, known-bad combinations, and the recipes that ship with Bakehouse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from bakehouse.checks import Verdict
+from bakehouse.errors import RecipeError
+from bakehouse.preflight.known_bad import (
+    Row,
+    Situation,
+    judge,
+    matches,
+    meets,
+    quantisations,
+    rows,
+    situation_of,
+)
+from bakehouse.preflight.rules import PROJECTOR_RULE, require, rule_conflicts
+from bakehouse.recipe.load import load
+from bakehouse.recipe.model import Recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+GLM = ("glm-text", "glm-text-32k", "glm-vision", "glm-vision-32k")
+
+
+def recipe(**more: Any) -> Recipe:
+    data: dict[str, Any] = {
+        "schema": 1,
+        "name": "r",
+        "engine": "llama.cpp",
+        "source": {"git": "https://example.org/r.git", "commit": "a" * 40},
+        "weights": {"model": {"path": "model-IQ3_S.gguf"}},
+        "serve": {"command": "{{ server }} -m x"},
+    }
+    return Recipe.model_validate({**data, **more})
+
+
+def vllm(container: dict[str, str], files: str, **more: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "schema": 1,
+            "name": "v",
+            "engine": "vllm",
+            "host": {"compute_capability": "12.1"},
+            "image": {"ref": {"aarch64": "nvcr.io/nvidia/vllm@sha256:" + "a" * 64}},
+            "container": {"env": container},
+            "weights": {"model": {"hub": "org/model", "files": files}},
+            "serve": {"command": "vllm serve"},
+            **more,
+        }
+    )
+
+
+@pytest.mark.parametrize("name", [*GLM, "smollm2-cuda", "smollm2-cpu"])
+def test_shipped_recipes_are_free_of_contradictions(name: str) -> None:
+    loaded = load(RECIPES / f"{name}.yaml")
+    require(loaded)
+    checks = judge(loaded.recipe, situation_of(loaded.recipe), name)
+    assert not [c for c in checks if c.verdict is Verdict.FAILED]
+
+
+def test_the_glm_recipes_hold_their_pins_and_flags() -> None:
+    text = load(RECIPES / "glm-text.yaml").recipe
+    vision = load(RECIPES / "glm-vision.yaml").recipe
+    assert text.source is not None
+    assert vision.source is not None
+    assert text.build is not None
+    assert vision.build is not None
+    assert text.source.commit == "8a8d0bcc4d5fdf024c457526245bec4bc3a12adc"
+    assert (vision.source.ref, vision.source.commit) == ("glm5next/upstream", "d07e71ede7")
+    assert vision.build.targets == ("llama-server", "llama-mtmd-cli")
+    assert text.serve.speculation == "draft-mtp"
+    assert vision.serve.speculation is None
+    assert "--spec-type" not in vision.serve.command
+    assert (text.serve.context, vision.serve.context) == (262144, 32768)
+    for name in ("glm-text-32k", "glm-vision-32k"):
+        assert load(RECIPES / f"{name}.yaml").recipe.serve.context == 32768
+    for one in (text.build, vision.build):
+        assert one.cuda is not None
+        assert one.cuda.version == "13.0"
+        assert one.cmake["CMAKE_CUDA_ARCHITECTURES"] == "121a-real"
+
+
+def speculating(mode: str, *, written: bool = False, **more: Any) -> Recipe:
+    serve = {"command": "{{ server }} -m x", "speculation": mode}
+    if written:
+        serve = {"command": f"{{{{ server }}}} --spec-type {mode}"}
+    weights = {"model": {"path": "m.gguf"}, "projector": {"path": "p.gguf"}}
+    return recipe(serve=serve, weights=weights, **more)
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "refused"),
+    [
+        ("draft-mtp", True), ("draft-eagle3", True), ("draft-dflash", True), ("draft-dspark", True),
+        ("ngram-mod,draft-mtp", True), ("ngram-simple", False), ("draft-simple", False),
+    ],
+)  # fmt: skip
+def test_projector_with_a_draft_cache(mode: str, refused: bool, written: bool) -> None:
+    found = rule_conflicts(speculating(mode, written=written))
+    assert bool(found) == refused
+    if refused:
+        assert "HTTP 500" in found[0].message
+
+
+def test_projector_rule_is_lifted_only_by_a_patch_in_an_experimental_recipe() -> None:
+    source = {
+        "git": "https://example.org/r.git",
+        "commit": "a" * 40,
+        "patches": [{"file": "25144.patch", "lifts": [PROJECTOR_RULE]}],
+    }
+    assert rule_conflicts(speculating("draft-mtp", source=source))
+    assert rule_conflicts(speculating("draft-mtp", experimental=True))
+    assert not rule_conflicts(speculating("draft-mtp", source=source, experimental=True))
+
+
+def test_the_place_of_a_contradiction_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        f"include: {RECIPES / 'glm-vision.yaml'}\nname: r\nserve: {{speculation: draft-mtp}}\n"
+    )
+    with pytest.raises(RecipeError, match="contradicts itself") as error:
+        require(load(path))
+    assert str(error.value.faults[0]).startswith(f"{path}:3:")
+    assert error.value.exit_code == 2
+
+
+def test_toolkit_contradictions_are_named_at_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        f"include: {RECIPES / 'glm-text.yaml'}\nname: r\nbuild:\n  cmake:\n"
+        "    CMAKE_CUDA_COMPILER: /usr/local/cuda-13.0/bin/nvcc\n"
+    )
+    with pytest.raises(RecipeError) as error:
+        require(load(path))
+    assert str(error.value.faults[0]).startswith(f"{path}:5:")
+    assert "without CUDAToolkit_ROOT" in error.value.faults[0].message
+
+
+def cuda(version: str, **more: Any) -> Recipe:
+    cmake = {"GGML_CUDA": True, "CMAKE_CUDA_ARCHITECTURES": "121a-real"}
+    return recipe(build={"cuda": {"version": version}, "cmake": cmake}, **more)
+
+
+def ids(found: tuple[Any, ...]) -> dict[str, bool]:
+    return {m.row.id: m.certain for m in found}
+
+
+@pytest.mark.parametrize(
+    ("file", "bad"),
+    [
+        ("m-IQ3_S.gguf", True), ("m-IQ2_XXS.gguf", True),
+        ("GLM-UD-Q2_K_XL-00001-of-4.gguf", True),
+        ("m-Q4_K_M.gguf", False), ("m-Q8_0.gguf", False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("version", ["13.2", "13.2.86"])
+def test_13_2_with_small_quants_is_refused(file: str, bad: bool, version: str) -> None:
+    made = cuda(version, weights={"model": {"path": file}})
+    found = judge(made, situation_of(made, capabilities=["9.0"]), "r.yaml")
+    assert [c.verdict for c in found] == ([Verdict.FAILED] if bad else [])
+    good = cuda("13.0", weights={"model": {"path": file}})
+    assert judge(good, situation_of(good, capabilities=["9.0"]), "r.yaml") == ()
+
+
+def test_13_2_with_unknown_quants_warns_and_tensor_types_settle_it() -> None:
+    made = cuda("13.2", weights={"model": {"path": "model.gguf"}})
+    found = judge(made, situation_of(made, capabilities=["9.0"]), "r.yaml")
+    assert [c.verdict for c in found] == [Verdict.UNKNOWN]
+    assert "not known: quantisation" in found[0].observed
+    known = situation_of(made, capabilities=["9.0"], tensor_types=["iq3_s", "q8_0"])
+    assert [c.verdict for c in judge(made, known, "r.yaml")] == [Verdict.FAILED]
+    fine = situation_of(made, capabilities=["9.0"], tensor_types=["q4_k", "f32"])
+    assert judge(made, fine, "r.yaml") == ()
+
+
+def test_12_x_on_gb10_is_refused_and_elsewhere_not() -> None:
+    made = cuda("12.8", weights={"model": {"path": "m-Q8_0.gguf"}})
+    assert ids(matches(situation_of(made, capabilities=["12.1"]))) == {"cuda-12-gb10": True}
+    assert ids(matches(situation_of(made, capabilities=["9.0"]))) == {}
+    assert ids(matches(situation_of(made))) == {"cuda-12-gb10": False}
+
+
+def test_a_cpu_build_has_no_toolkit_to_be_wrong() -> None:
+    assert matches(situation_of(recipe(), capabilities=["12.1"])) == ()
+
+
+@pytest.mark.parametrize(
+    ("env", "files", "expected"),
+    [
+        ({"VLLM_USE_DEEP_GEMM": "0"}, "FP8.safetensors", {"vllm-no-deep-gemm-gb10"}),
+        ({"VLLM_USE_DEEP_GEMM": "1"}, "m-Q8_0", set()),
+        ({}, "model-MXFP4.safetensors", {"vllm-mxfp4-gb10"}),
+        ({"VLLM_MXFP4_BACKEND": "marlin"}, "model-MXFP4.safetensors", set()),
+        ({}, "model-NVFP4.safetensors", {"vllm-nvfp4-moe-gb10"}),
+    ],
+)
+def test_vllm_on_gb10(env: dict[str, str], files: str, expected: set[str]) -> None:
+    found = matches(situation_of(vllm(env, files)))
+    assert {m.row.id for m in found if m.certain} == expected
+
+
+def test_acknowledging_passes_with_the_reason_and_a_wrong_id_is_refused() -> None:
+    made = cuda("13.2", acknowledge={"cuda-13.2-iq": "measuring how wrong it is"})
+    found = judge(made, situation_of(made, capabilities=["9.0"]), "r.yaml")
+    assert found[0].passed
+    assert "acknowledged: measuring how wrong it is" in found[0].observed
+    wrong = rule_conflicts(cuda("13.0", acknowledge={"cuda-99": "why"}))
+    assert [c.keys for c in wrong] == [("acknowledge", "cuda-99")]
+
+
+@pytest.mark.parametrize(
+    ("version", "spec", "holds"),
+    [
+        ("13.2.86", "13.2", True), ("13.20.1", "13.2", False), ("12.8.93", "<13", True),
+        ("13.0.88", "<13", False), ("13.0.88", "<=13.0", True), ("12.9.1", ">=12.9", True),
+        ("12.8.93", ">=12.9", False), ("13.0.88", ">13.0", False),
+    ],
+)  # fmt: skip
+def test_version_conditions(version: str, spec: str, holds: bool) -> None:
+    assert meets(version, spec) == holds
+
+
+def test_every_row_is_reached_by_some_situation_and_the_form_is_strict() -> None:
+    every = Situation(
+        engine_version="0.32", compute_capability=frozenset({"12.1"}),
+        quantisation=frozenset({"IQ3_S", "MXFP4", "NVFP4"}),
+        environment={"VLLM_USE_DEEP_GEMM": "0"}, flags=("-allow-unsupported-compiler",),
+    )  # fmt: skip
+    reached = {
+        m.row.id
+        for engine in ("llama.cpp", "vllm")
+        for toolkit in ("11.5.119", "12.8.93", "13.2.86")
+        for m in matches(Situation(**{**vars(every), "engine": engine, "toolkit": toolkit}))
+        if m.certain
+    }
+    assert reached == {row.id for row in rows()}
+    with pytest.raises(ValidationError):
+        Row.model_validate({**rows()[0].to_data(), "extra": 1})
+    with pytest.raises(ValidationError, match="version condition"):
+        Row.model_validate({**rows()[0].to_data(), "when": {"toolkit": ["newest"]}})
+
+
+def test_quantisations_in_names() -> None:
+    assert quantisations(["UD-Q2_K_XL/*.gguf"]) == frozenset({"UD-Q2_K_XL"})
+    names = ["SmolLM2-135M-Instruct.Q4_1.gguf", "org/x-NVFP4"]
+    assert quantisations(names) == frozenset({"Q4_1", "NVFP4"})
+    assert quantisations(["model.gguf"]) is None
