@@ -23,6 +23,7 @@ from bakehouse.base import plain, to_json
 from bakehouse.checks import Check
 from bakehouse.errors import BakehouseError, HostError, Interrupted, RecipeError, UsageError
 from bakehouse.outcome import Outcome
+from bakehouse.records.note import record_of
 from bakehouse.redact import Redactor, clean, secret_values
 
 SCHEMA = 1
@@ -50,6 +51,8 @@ class Result:
     checks: tuple[Check, ...] = ()
     error: BakehouseError | None = None
     record: str | None = None
+    raised: bool = False
+    """Whether the error is all there is; its checks are then printed with it."""
 
     def document(self) -> dict[str, Any]:
         """Give the JSON document."""
@@ -125,11 +128,13 @@ def _run(edge: Edge) -> Result:
     progress = console.make_progress(sys.stderr, os.environ, edge.redactor)
     context = Context(places=Places.from_environment(), recipes=edge.recipes, progress=progress)
     outcome = command.run(context, make_options(command.Options, edge.options))
-    text = outcome.text
+    text, error = outcome.text, outcome.error
     if outcome.lines and not edge.json:
         _follow(text, outcome.lines, edge.redactor)
         text = ""
-    return Result(edge.task, outcome.exit, outcome.result, text, outcome.checks)
+    code = error.exit_code if error else outcome.exit
+    record = record_of(error) if error else None
+    return Result(edge.task, code, outcome.result, text, outcome.checks, error, record)
 
 
 def make_options(kind: type[Any], given: Mapping[str, Any]) -> Any:
@@ -153,8 +158,6 @@ def _flag(name: str) -> str:
 
 def _failed(error: BaseException, edge: Edge) -> Result:
     """Make a result of an exception; where it is a bug of ours, keep its traceback."""
-    from bakehouse.records.note import record_of
-
     if edge.debug:
         import traceback
 
@@ -173,8 +176,9 @@ def _failed(error: BaseException, edge: Edge) -> Result:
     if isinstance(known, RecipeError):
         result["faults"] = [vars(fault) for fault in known.faults]
     return Result(
-        edge.task, known.exit_code, result, checks=known.checks, error=known, record=record
-    )
+        edge.task, known.exit_code, result,
+        checks=known.checks, error=known, record=record, raised=True,
+    )  # fmt: skip
 
 
 _HOST = {
@@ -262,8 +266,8 @@ def _show(result: Result, edge: Edge) -> int:
         document = edge.redactor.data(result.document())
         failed = _emit(sys.stdout, to_json(document), encoding="utf-8")
     else:
-        _show_error(result, edge.redactor)
         failed = _emit(sys.stdout, _for_people(result, edge.redactor))
+        _show_error(result, edge.redactor)
     if failed and result.exit == 0:
         _emit(sys.stderr, f"error: the result could not be printed: {failed.strerror or failed}\n")
         return HostError.exit_code
@@ -273,7 +277,7 @@ def _show(result: Result, edge: Edge) -> int:
 def _for_people(result: Result, redactor: Redactor) -> str:
     """Give the checks, then the command's own words: what matters most stands last."""
     parts = []
-    if result.checks and not result.error:
+    if result.checks and not result.raised:
         parts += _check_lines(result.checks, sys.stdout, redactor)
     if result.text:
         parts.append(clean(redactor.text(result.text)).rstrip("\n"))
@@ -285,7 +289,7 @@ def _show_error(result: Result, redactor: Redactor) -> None:
         return
     from bakehouse.console import error_lines
 
-    lines = _check_lines(result.checks, sys.stderr, redactor)
+    lines = _check_lines(result.checks, sys.stderr, redactor) if result.raised else []
     lines += map(redactor.text, error_lines(result.error, result.record))
     _emit(sys.stderr, "\n".join(lines) + "\n")
 

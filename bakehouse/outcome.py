@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bakehouse.checks import Check
+from bakehouse.errors import BakehouseError
 
 
 @dataclass(frozen=True)
@@ -20,3 +21,5 @@ class Outcome:
     lines: Iterable[str] = ()
     """Text that comes bit by bit, such as a followed log: printed line by line as it comes, after
     `text`. With `--json` it is not asked for."""
+    error: BakehouseError | None = None
+    """What stood in the way although there is a result; its exit code counts, then."""

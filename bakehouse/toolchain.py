@@ -16,7 +16,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from bakehouse.base import Frozen, to_json
@@ -31,6 +31,8 @@ OLDEST_CMAKE = (3, 20)
 """The first whose file API names toolchains, which acceptance reads."""
 SYSTEM_PATH = ("/usr/local/bin", "/usr/bin", "/bin")
 LAUNCHERS = ("ccache", "sccache")
+C = ("cc", "gcc", "clang")
+CXX = ("c++", "g++", "clang++")
 MEMORY_FILE = "toolchain.json"
 
 Stamp = tuple[str, int, int, int]
@@ -70,8 +72,8 @@ def find_tools(ctx: Context) -> Tools:
     memory = _Memory(ctx.places.cache / MEMORY_FILE)
     cmake = _ask_cmake(ctx, memory, _beside_python(ctx, "cmake"))
     ninja = _ask_ninja(ctx, memory, _beside_python(ctx, "ninja"))
-    cc, c_launcher = _compiler_path(ctx, "CC", ("cc", "gcc", "clang"))
-    cxx, cxx_launcher = _compiler_path(ctx, "CXX", ("c++", "g++", "clang++"))
+    cc, c_launcher = _compiler_path(ctx, "CC", C)
+    cxx, cxx_launcher = _compiler_path(ctx, "CXX", CXX)
     tools = Tools(
         cmake=cmake,
         ninja=ninja,
@@ -82,6 +84,25 @@ def find_tools(ctx: Context) -> Tools:
     )
     memory.save()
     return tools
+
+
+def look_over(ctx: Context) -> dict[str, Tool | HostError]:
+    """Give what each tool is, or why it cannot be used, all of them."""
+    memory = _Memory(ctx.places.cache / MEMORY_FILE)
+    ask: dict[str, Callable[[], Tool]] = {
+        "cmake": lambda: _ask_cmake(ctx, memory, _beside_python(ctx, "cmake")),
+        "ninja": lambda: _ask_ninja(ctx, memory, _beside_python(ctx, "ninja")),
+        "cc": lambda: _ask_compiler(ctx, memory, _compiler_path(ctx, "CC", C)[0], "c"),
+        "c++": lambda: _ask_compiler(ctx, memory, _compiler_path(ctx, "CXX", CXX)[0], "c++"),
+        "strip": lambda: _ask_strip(ctx, memory),
+    }
+    found: dict[str, Tool | HostError] = {}
+    for name, finder in ask.items():
+        try:
+            found[name] = finder()
+        except HostError as error:
+            found[name] = error
+    return found
 
 
 class _Memory:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from bakehouse.errors import HostError
+from bakehouse.logs import debug
 from bakehouse.ports.clock import Clock, RealClock
 
 
@@ -103,9 +104,15 @@ class RealHttp:
         """See `Http.ask`. Redirects are followed for GET and HEAD, never to a weaker scheme."""
         from bakehouse.ports.transport import ask  # requests takes 0.1 s to import
 
-        return ask(
-            method, url, json=json, headers=headers or {}, timeout=timeout, max_bytes=max_bytes
-        )
+        try:
+            reply = ask(
+                method, url, json=json, headers=headers or {}, timeout=timeout, max_bytes=max_bytes
+            )
+        except Unreachable as error:
+            debug("http", method=method, url=url, unreachable=error.why)
+            raise
+        debug("http", method=method, url=url, status=reply.status, seconds=round(reply.seconds, 3))
+        return reply
 
     def download(
         self,

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from bakehouse.logs import debug
+
 GUARD = str(Path(__file__).with_name("guard.py"))
 
 PASSED_ON = (
@@ -161,6 +163,7 @@ class RealProcesses:
                 guard.stdout.close()
         seconds = time.monotonic() - started
         timed_out = timeout is not None and code == 143 and seconds >= timeout
+        debug("process", argv=list(argv), code=code, seconds=round(seconds, 3))
         return Finished(tuple(argv), code, seconds, tuple(tail), timed_out)
 
     def capture(
@@ -190,6 +193,7 @@ class RealProcesses:
             return Captured(tuple(argv), 126, "", f"{argv[0]}: not permitted")
         except subprocess.TimeoutExpired:
             return Captured(tuple(argv), -signal.SIGKILL, "", f"no answer within {timeout:g} s")
+        debug("process", argv=list(argv), code=done.returncode)
         out, err = (s.decode(errors="replace") for s in (done.stdout, done.stderr))
         return Captured(tuple(argv), done.returncode, out, err)
 

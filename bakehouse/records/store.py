@@ -119,6 +119,11 @@ class Run:
         """Path of the record."""
         return self.folder / "record.json"
 
+    @property
+    def judged(self) -> tuple[Check, ...]:
+        """All judgements so far."""
+        return tuple(self._checks)
+
     @contextmanager
     def step(self, id: str, argv: Sequence[str] = ()) -> Iterator[StepRun]:  # noqa: A002
         """Time a step; its log, if one is written, lies in the run's folder."""

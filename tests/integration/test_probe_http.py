@@ -1,0 +1,267 @@
+"""Over real HTTP: every bad reply gets a named verdict, in bounded time, without a traceback."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bakehouse.checks import Verdict
+from bakehouse.cli import main
+from bakehouse.context import Context
+from bakehouse.errors import NotCorrect, NotHealthy
+from bakehouse.probe.ask import Patience, list_models
+from bakehouse.probe.prove import explain, prove
+from bakehouse.probe.types import Endpoint, Proof
+from bakehouse.recipe.model import Probe, Request
+from tests.support import openai_fake as fake
+from tests.support.openai_fake import Fault, chat, right
+
+pytestmark = pytest.mark.integration
+
+HASTY = Patience(base=0.5, per_token=0, attempts=2, longest_wait=0.05)
+
+
+def judged(context: Context, fault: Fault) -> Proof:
+    with fake.serving(fault) as server:
+        began = time.monotonic()
+        proof = prove(context, Endpoint(server.url), Probe(), patience=HASTY)
+        assert time.monotonic() - began < 8
+    assert len(proof.answers) == 8
+    return proof
+
+
+GOOD: dict[str, Fault] = {
+    "plain": fake.says(lambda body: chat(right(body))),
+    "markdown": fake.says(lambda body: chat(f"**{right(body)[6:-1]}**")),
+    "list of parts": fake.says(lambda body: chat([{"type": "text", "text": right(body)}])),
+    "thinking parts": fake.says(
+        lambda body: chat([
+            {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]},
+            {"type": "text", "text": right(body)},
+        ])
+    ),
+    "raw thinking": fake.says(lambda body: chat(f"<think>Hm.</think>\n{right(body)}")),
+    "to=self": fake.says(lambda body: chat(f"to=self Let me think. {right(body)}")),
+    "reasoning only": fake.says(lambda body: chat(None, reasoning=right(body))),
+    "NaN logprobs": fake.says(lambda body: {**chat(right(body)), "logprobs": float("nan")}),
+    "odd usage": fake.says(lambda body: {**chat(right(body)), "usage": {"completion_tokens": "x"}}),
+    "busy at first": fake.busy(1),
+    "newer name of the token limit": fake.newer_name_only,
+    "needs a larger budget": fake.thinks(500),
+    "BOM-less UTF-8": fake.says(lambda body: chat(f"{right(body)} \u2713 你好")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", GOOD.values(), ids=GOOD.keys())
+def test_a_right_server_passes_however_it_says_it(context: Context, fault: Fault) -> None:
+    proof = judged(context, fault)
+    assert (proof.verdict, [a.why for a in proof.answers if a.verdict != "right"]) == (
+        Verdict.PASSED,
+        [],
+    )
+    assert explain(proof, "here") is None
+
+
+UNANSWERED: dict[str, tuple[Fault, str]] = {
+    "HTML": (fake.sends(b"<!DOCTYPE html><title>502 Bad Gateway</title>"), "HTML"),
+    "empty": (fake.sends(b""), "empty"),
+    "half a JSON": (fake.sends(b'{"choices": [{"message": {"content": "Par'), "cut off JSON"),
+    "no JSON": (fake.sends(b"Paris"), "JSON"),
+    "a JSON string": (fake.sends(b'"Paris"'), "not an object"),
+    "nested without end": (fake.sends(b"[" * 100_000), "nested without end"),
+    "an endless number": (fake.sends(b'{"n": ' + b"1" * 5000 + b"}"), "cannot be read"),
+    "200 with an error": (fake.says(lambda _: {"error": {"message": "no such"}}), "no such"),
+    "no choices": (fake.says(lambda _: {"choices": []}), "no choices"),
+    "choices of nothing": (fake.says(lambda _: {"choices": [None]}), "no choices"),
+    "no message": (fake.says(lambda _: {"choices": [{"text": "Paris"}]}), "no message"),
+    "invalid UTF-8": (fake.sends(b'{"choices": "\xff\xfe"}'), "not UTF-8"),
+    "10 MB": (fake.sends(b" " * 10_000_000), "longer than"),
+    "a stream": (fake.sends(b"data: {}\n\ndata: [DONE]\n\n"), "stream of events"),
+    "a stream that stops": (fake.stops, "no complete answer"),
+    "a byte now and then": (fake.trickles, "no complete answer"),
+    "never answers": (fake.sleeps, "no complete answer"),
+    "hangs up": (fake.hangs_up, "cut off"),
+    "429": (fake.status(429, Retry_After="3600"), "HTTP 429"),
+    "503 for ever": (
+        fake.status(503, {"error": {"message": "Loading model", "code": 503}}),
+        "Loading model",
+    ),
+    "500": (fake.status(500, {"detail": "broken inside"}), "broken inside"),
+    "wrong model id": (fake.status(404, {"error": "model 'x' not found"}), "not found"),
+    "no chat template": (fake.status(400, {"message": "no chat template"}), "no chat template"),
+}
+
+
+@pytest.mark.parametrize(("fault", "named"), UNANSWERED.values(), ids=UNANSWERED.keys())
+def test_a_reply_of_no_use_is_named_and_never_passes(
+    context: Context, fault: Fault, named: str
+) -> None:
+    proof = judged(context, fault)
+    assert {a.verdict for a in proof.answers} == {"unanswered"}
+    assert named in proof.answers[0].why
+    assert proof.verdict is Verdict.UNKNOWN
+    error = explain(proof, "here")
+    assert isinstance(error, NotHealthy)
+    assert named in error.what
+
+
+WRONG: dict[str, Fault] = {
+    "null content": fake.says(lambda _: chat(None)),
+    "empty content": fake.says(lambda _: chat("")),
+    "question marks": fake.says(lambda _: chat("?" * 40, "length")),
+    "fragments": fake.says(lambda _: chat("lockhandlehandlehandlehandlehandlehandle", "length")),
+    "echo": fake.says(lambda body: chat(fake.question(body))),
+    "everything": fake.says(lambda _: chat(" ".join(fake.ANSWERS.values()))),
+    "echo and everything": fake.says(
+        lambda body: chat(f"{fake.question(body)} {', '.join(fake.ANSWERS.values())}")
+    ),
+    "one constant": fake.says(lambda _: chat("The answer is 4.")),
+    "a refusal": fake.says(lambda _: chat(None, refusal="I cannot answer that.")),
+    "content of no known kind": fake.says(lambda _: chat(12)),
+    "parts of no known kind": fake.says(lambda _: chat([1, None, {"type": "image"}])),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_server_fails(context: Context, fault: Fault) -> None:
+    proof = judged(context, fault)
+    assert proof.verdict is Verdict.FAILED
+    assert isinstance(explain(proof, "here"), NotCorrect)
+
+
+def test_a_model_that_never_stops_thinking_is_called_that_and_not_wrong(context: Context) -> None:
+    proof = judged(context, fake.thinks(10**9))
+    assert {a.verdict for a in proof.answers} == {"never started"}
+    assert all(a.retried for a in proof.answers)
+    error = explain(proof, "here")
+    assert isinstance(error, NotCorrect)
+    assert "reasoning_effort" in str(error.hint)
+
+
+def test_the_second_budget_is_larger_and_stays_within_the_context(context: Context) -> None:
+    with fake.serving(fake.thinks(500)) as server:
+        prove(context, Endpoint(server.url), Probe(), patience=HASTY)
+        assert [b["max_tokens"] for b in server.asked[:2]] == [64, 2048]
+    with fake.serving(fake.thinks(500)) as server:
+        prove(context, Endpoint(server.url, context=1024), Probe(), patience=HASTY)
+        assert [b["max_tokens"] for b in server.asked[:2]] == [64, 768]
+    with fake.serving(fake.thinks(500)) as server:
+        proof = prove(context, Endpoint(server.url, context=256), Probe(), patience=HASTY)
+        assert len(server.asked) == 8
+        assert "no room" in proof.answers[0].why
+
+
+def test_a_dead_server_is_given_up_on_after_two_questions(context: Context) -> None:
+    with fake.serving(fake.sleeps) as server:
+        proof = prove(context, Endpoint(server.url), Probe(), patience=HASTY)
+        assert len(server.asked) == 2
+    assert "not asked" in proof.answers[-1].why
+
+
+def test_retry_after_is_honoured_within_bounds(context: Context) -> None:
+    with fake.serving(fake.status(429, Retry_After="3600")) as server:
+        began = time.monotonic()
+        prove(context, Endpoint(server.url), Probe(), patience=HASTY)
+        assert time.monotonic() - began < 3
+        assert len(server.asked) == 4
+
+
+def test_the_request_is_what_the_recipe_says(context: Context) -> None:
+    request = Request(max_tokens=77, reasoning_effort="low", temperature=0.5)
+    with fake.serving(fake.says(lambda body: chat(right(body)))) as server:
+        prove(context, Endpoint(server.url), Probe(request=request), patience=HASTY)
+        assert list_models(context.http, Endpoint(server.url)) == (fake.MODEL,)
+    first = server.asked[0]
+    assert (first["max_tokens"], first["reasoning_effort"], first["temperature"]) == (
+        77,
+        "low",
+        0.5,
+    )
+    assert (first["model"], first["stream"]) == (fake.MODEL, False)
+
+
+Cli = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
+    monkeypatch.setenv("BAKEHOUSE_HOME", str(tmp_path / "home"))
+
+    def call(**options: Any) -> tuple[int, dict[str, Any]]:
+        code = main("probe", options, json=True)
+        return code, json.loads(capfd.readouterr().out)
+
+    return call
+
+
+def test_probe_of_a_right_server(cli: Cli, tmp_path: Path) -> None:
+    with fake.serving(fake.says(lambda body: chat(right(body)))) as server:
+        code, document = cli(url=f"{server.url}/v1/")
+    assert (code, document["ok"], document["error"]) == (0, True, None)
+    assert len(document["result"]["answers"]) == 8
+    assert [c["verdict"] for c in document["checks"]] == ["passed"] * 3
+    record = json.loads((Path(document["result"]["record"]) / "record.json").read_text())
+    assert (record["ok"], record["task"], len(record["answers"])) == (True, "probe", 8)
+
+
+def test_probe_of_a_wrong_server(cli: Cli) -> None:
+    with fake.serving(fake.says(lambda body: chat("No idea."))) as server:
+        code, document = cli(url=server.url)
+    assert (code, document["error"]["id"]) == (8, "not-correct")
+    assert len(document["result"]["answers"]) == 8
+    record = json.loads((Path(document["result"]["record"]) / "record.json").read_text())
+    assert (record["ok"], record["exit"], len(record["answers"])) == (False, 8, 8)
+
+
+def test_probe_of_nobody_and_of_a_model_that_is_not_there(cli: Cli) -> None:
+    code, document = cli(url="http://127.0.0.1:1")
+    assert (code, document["error"]["id"]) == (7, "not-healthy")
+    with fake.serving(fake.says(lambda body: chat(right(body)))) as server:
+        code, document = cli(url=server.url, model="gpt-99")
+    assert code == 7
+    assert "gpt-99" in document["error"]["what"]
+    assert fake.MODEL in document["error"]["hint"]
+
+
+def test_a_key_is_sent_and_stays_out_of_everything_written(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def tells(handler: fake.Handler, body: dict[str, Any]) -> None:
+        handler.json(chat(f"{right(body)} Your key is {handler.headers['Authorization']}"))
+
+    monkeypatch.setenv("SOME_VARIABLE", fake.KEY)
+    with fake.serving(tells, key=fake.KEY) as server:
+        code, document = cli(url=server.url, api_key_env="SOME_VARIABLE")
+        assert code == 0
+        assert fake.KEY not in json.dumps(document)
+        assert cli(url=server.url)[0] == 7
+        code = main("probe", {"url": server.url, "api_key_env": "SOME_VARIABLE"}, debug=True)
+        assert code == 0
+    said = capfd.readouterr()
+    everything = [said.out, said.err]
+    everything += [p.read_text(errors="replace") for p in tmp_path.rglob("*") if p.is_file()]
+    assert not [text for text in everything if fake.KEY in text]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, "--recipe"),
+        ({"url": "http://127.0.0.1:1", "recipe": "x"}, "--recipe"),
+        ({"url": "127.0.0.1:8000"}, "not the URL"),
+        ({"url": "ftp://host"}, "not the URL"),
+        ({"url": "http://host:999999"}, "not the URL"),
+        ({"url": "http://me:secret@host"}, "password"),
+        ({"url": "http://127.0.0.1:1", "api_key_env": "NOT_SET"}, "NOT_SET"),
+        ({"url": "http://127.0.0.1:1", "set_": ["a=b"]}, "--set"),
+    ],
+)
+def test_usage(cli: Cli, options: dict[str, Any], named: str) -> None:
+    code, document = cli(**options)
+    assert code == 2
+    assert named in document["error"]["what"] + str(document["error"]["hint"])
