@@ -20,7 +20,7 @@ import pytest
 from bakehouse.build import ensure as building
 from bakehouse.checks import Check, not_passed
 from bakehouse.context import Context
-from bakehouse.engines.llamacpp.cuda import cuda_extra
+from bakehouse.engines.llamacpp.cuda import prepared
 from bakehouse.errors import BuildFailed, LockError, RecipeError
 from bakehouse.host import read_host
 from bakehouse.lock import ToolkitPin
@@ -35,7 +35,7 @@ from bakehouse.toolkit.accept import accept_configure, refuse
 from bakehouse.toolkit.artifact import accept_artifact
 from bakehouse.toolkit.embedded import read_cuda_file
 from bakehouse.toolkit.provide import pin_toolkit, provide, toolkit_folder, wheels_for
-from bakehouse.toolkit.settle import described, settle, with_architectures
+from bakehouse.toolkit.settle import described
 from bakehouse.toolkit.types import Requested, Toolkit
 from tests.small_engine import small_lock, small_recipe, write_small
 
@@ -238,11 +238,8 @@ def cuda_recipe(**cmake: object) -> Recipe:
 
 def planned(ctx: Context, pin: ToolkitPin, recipe: Recipe, *, make: bool = True) -> BuildPlan:
     lock = small_lock().model_copy(update={"toolkit": pin})
-    settled = settle(ctx, recipe, lock.toolkit, make=make)
-    assert settled is not None
-    built = with_architectures(recipe, settled)
     tools = find_tools(ctx)
-    extra = cuda_extra(built, settled, tools)
+    built, extra = prepared(ctx, recipe, lock, tools, make=make)
     return plan_build(built, lock, tools, read_host(), ctx.places, extra=extra)
 
 

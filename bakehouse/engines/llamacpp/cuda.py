@@ -6,13 +6,15 @@ import os
 from collections.abc import Iterable
 
 from bakehouse.checks import Check
+from bakehouse.context import Context
 from bakehouse.engines.configured import Configured, CudaExpected, Expected
-from bakehouse.engines.llamacpp.cmake import Extra, asked
+from bakehouse.engines.llamacpp.cmake import NOTHING, Extra, asked
+from bakehouse.lock import Lock
 from bakehouse.recipe.model import Recipe
 from bakehouse.toolchain import Tools
 from bakehouse.toolkit.accept import UNVERIFIED, accept_configure, refuse
 from bakehouse.toolkit.force import force
-from bakehouse.toolkit.settle import Settled
+from bakehouse.toolkit.settle import Settled, settle, with_architectures
 from bakehouse.toolkit.types import Requested
 
 
@@ -66,3 +68,18 @@ def refuse_cuda(configured: Configured, expected: Expected, checks: tuple[Check,
 def decisive(checks: Iterable[Check]) -> tuple[Check, ...]:
     """Those that have to pass; a recipe that switched nvcc's own check off stays unverified."""
     return tuple(c for c in checks if c.id != UNVERIFIED)
+
+
+def prepared(
+    ctx: Context, recipe: Recipe, lock: Lock, tools: Tools, *, make: bool
+) -> tuple[Recipe, Extra]:
+    """Give what `plan_build` takes: the recipe as built here, and what the toolkit brings.
+
+    `plan` only describes (`make=False`); `build` and `serve` have a toolkit that is to be provided
+    laid out first. Both give the same digest. Raises what `toolkit.settle.settle` raises.
+    """
+    settled = settle(ctx, recipe, lock.toolkit, make=make)
+    if settled is None:
+        return recipe, NOTHING
+    built = with_architectures(recipe, settled)
+    return built, cuda_extra(built, settled, tools)
