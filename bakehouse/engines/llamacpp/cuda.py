@@ -34,7 +34,8 @@ def cuda_extra(recipe: Recipe, settled: Settled, tools: Tools) -> Extra:
         paths=forced.definitions,
         flags=forced.flags,
         tools={"cuda": settled.identity},
-        compilers={"CUDA": (settled.toolkit.nvcc, settled.toolkit.version)},
+        # No `compilers`: CMake 3.25's file API gives no version for CUDA (seen); its log does, and
+        # the rule below holds compiler and version against the toolkit.
         path_environment=forced.environment,
         cuda=CudaExpected(toolkit=settled.toolkit, requested=requested),
     )
