@@ -219,7 +219,8 @@ def _toolkits(ctx: Context) -> list[Line]:
     found = find_toolkits(ctx)
     sound = [t for t in found.toolkits if not t.faults]
     listed = ", ".join(f"{t.version} in {t.root}" for t in sound)
-    broken = ", ".join(f"{b.path}: {b.why}" for b in found.broken)
+    halves = [f"{t.version} in {t.root}: {t.faults[0]}" for t in found.toolkits if t.faults]
+    broken = ", ".join([*halves, *(f"{b.path}: {b.why}" for b in found.broken)])
     return [
         Line(
             check(
