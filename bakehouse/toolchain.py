@@ -17,6 +17,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from bakehouse.base import Frozen, to_json
@@ -146,7 +147,8 @@ class _Memory:
             part.write_text(to_json(self.known))
             part.replace(self.file)
         except OSError:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
 
 
 def stamp(path: str) -> Stamp:

@@ -12,6 +12,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -182,4 +183,5 @@ def _remember(memory: Path, marks: dict[str, list[int | str]]) -> None:
         part.write_text(to_json(marks))
         part.replace(memory)
     except OSError:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()

@@ -22,7 +22,7 @@ def ask(folder: Path) -> None:
 
 
 def read(folder: Path, log: Path) -> Configured:
-    """Collect the answers; what is missing stays empty, and its checks come out as unknown."""
+    """Collect the answers; OSError or ValueError where CMake left none, or not whole."""
     replies, generator = _replies(folder / _REPLY)
     entries = replies.get("cache", {}).get("entries", [])
     toolchains = replies.get("toolchains", {}).get("toolchains", [])
@@ -48,13 +48,15 @@ def _replies(folder: Path) -> tuple[dict[str, Any], str]:
     """Answers by kind, and the generator's name; the newest index is the one that counts."""
     indexes = sorted(folder.glob("index-*.json"))
     if not indexes:
-        return {}, ""
+        raise ValueError("it gave none")
     index = _json(indexes[-1])
     own = index.get("reply", {}).get("client-bakehouse", {}).get("query.json", {})
     answers = {}
     for response in own.get("responses", []):
         if "jsonFile" in response:
             answers[response["kind"]] = _json(folder / response["jsonFile"])
+    if missing := {kind for kind, _ in _KINDS} - answers.keys():
+        raise ValueError(f"{min(missing)} is missing")
     return answers, index.get("cmake", {}).get("generator", {}).get("name", "")
 
 

@@ -187,7 +187,7 @@ def _disk_explained(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise steps.disk_full(str(error.filename or folder)) from error
-        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
+        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}:
             raise HostError(
                 f"the cache folder cannot be written: {error.strerror}",
                 where=str(error.filename or folder),

@@ -35,7 +35,7 @@ _PATTERNS = (
     re.compile(r"(?P<message>ninja: (?:error|fatal): .+)"),
     re.compile(r"(?P<message>(?:Error|ERROR): .+)"),
 )
-_CMAKE_AT = re.compile(r"CMake Error at (?P<file>.+?):(?P<line>\d+) \((?P<command>[^)]*)\):")
+_CMAKE_AT = re.compile(r"CMake Error at (?P<file>.+?):(?P<line>\d+)(?: \([^)]*\))?:")
 _CMAKE = re.compile(r"CMake Error(?: in (?P<file>[^:]+))?:\s*(?P<message>.*)")
 _STATUS = re.compile(r"\[\d+/\d+")
 
@@ -63,7 +63,7 @@ def first_cmake_error(lines: Sequence[str], roots: Sequence[str] = ()) -> FirstE
     """Find the first error that CMake prints; `roots` are cut from the front of file names."""
     for index, line in enumerate(lines):
         if found := _CMAKE_AT.match(line.strip()):
-            message = _indented(lines, index + 1) or f"in {found['command']}"
+            message = _indented(lines, index + 1) or "CMake gave no reason"
             return FirstError(
                 clean(message), index + 1, _short(found["file"], roots), int(found["line"])
             )
@@ -75,12 +75,14 @@ def first_cmake_error(lines: Sequence[str], roots: Sequence[str] = ()) -> FirstE
 
 
 def _indented(lines: Sequence[str], start: int) -> str:
-    """Join the indented paragraph that follows a CMake error's heading."""
+    """Join the indented text that follows a CMake error's heading; two blank lines end it."""
     words: list[str] = []
+    blank = 0
     for line in lines[start : start + 40]:
         if line.strip() and not line.startswith("  "):
             break
-        if not line.strip() and words:
+        blank = 0 if line.strip() else blank + 1
+        if blank == 2 and words:
             break
         words += line.split()
     return " ".join(words)

@@ -26,6 +26,9 @@ from bakehouse.toolkit.artifact import accept_artifact
 VERSION_S = 60.0
 """Seconds within which a finished server has to say its version."""
 NO_SPACE = "No space left on device"
+STARVED_BYTES = 64 * 2**20
+"""Free space below which a failure without a named cause is put down to the disk: what could not be
+written has been removed by then, so that a little is free again."""
 
 
 def configure(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> Configured:
@@ -44,8 +47,18 @@ def configure(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> Configured
         taken.ended(done)
     if not done.ok:
         roots = (str(work / "src"), str(work))
-        raise _failure("configure", done, first_cmake_error(done.lines, roots), taken.log)
-    return file_api.read(work / "build", taken.log)
+        raise _failure("configure", done, first_cmake_error(done.lines, roots), taken.log, work)
+    try:
+        return file_api.read(work / "build", taken.log)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        # CMake ends with 0 although it could not write its answers.
+        if _starved(work):
+            raise disk_full(str(work)) from error
+        raise BuildFailed(
+            f"CMake's answers about the build cannot be read: {error}",
+            where=str(work / "build" / ".cmake"),
+            hint=f"see what CMake said: {taken.log}",
+        ) from error
 
 
 def accept(plan: BuildPlan, run: Run, configured: Configured) -> tuple[Check, ...]:
@@ -101,10 +114,12 @@ def compile_targets(ctx: Context, plan: BuildPlan, run: Run) -> None:
         lines = taken.log.read_text(errors="replace").splitlines()
         # Ninja runs compilers in the build folder, where its own files have relative names.
         roots = (str(work / "src"), "../src", str(work))
-        raise _failure("compile", done, first_build_error(lines, roots), taken.log)
+        raise _failure("compile", done, first_build_error(lines, roots), taken.log, work)
 
 
-def _failure(what: str, done: Finished, first: FirstError | None, log: Path) -> BakehouseError:
+def _failure(
+    what: str, done: Finished, first: FirstError | None, log: Path, work: Path
+) -> BakehouseError:
     """Say why a step failed: its first error, or the machine's own lack."""
     if done.signal:
         return BuildFailed(
@@ -114,7 +129,9 @@ def _failure(what: str, done: Finished, first: FirstError | None, log: Path) -> 
         )
     text = first.message if first else f"{what} ended with code {done.code}"
     where = first.place(str(log)) if first else str(log)
-    if NO_SPACE in text or _log_says(log, NO_SPACE):
+    # Many programs that cannot write die without saying why; a compiler that names a line does not.
+    named = what == "compile" and first and first.line
+    if _log_says(log, NO_SPACE) or (_starved(work) and not named):
         return disk_full(str(log))
     if "Killed signal terminated program" in text:
         return HostError(
@@ -130,6 +147,10 @@ def _log_says(log: Path, text: str) -> bool:
         return text in log.read_text(errors="replace")
     except OSError:
         return False
+
+
+def _starved(folder: Path) -> bool:
+    return shutil.disk_usage(folder).free < STARVED_BYTES
 
 
 def disk_full(where: str) -> HostError:

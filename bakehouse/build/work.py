@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 PLACES = 64
 """Builds at the same time, at most."""
-LEAVE_S = 15.0
-"""Seconds that the children of a killed build get to end; their guard ends them within three."""
 
 
 def _lock(path: Path) -> BaseFileLock:
@@ -80,6 +78,8 @@ def _take(stack: ExitStack, root: Path) -> Path:
         stack.callback(lock.release)
         folder = root / str(number)
         _remove(folder)
+        for left in root.glob(f"{number}-left-*"):
+            shutil.rmtree(left, ignore_errors=True)
         return folder
     raise HostError(
         f"{PLACES} builds are under way on this machine already",
@@ -99,20 +99,16 @@ def _clear_left(ctx: Context, root: Path) -> None:
         try:
             with lock.acquire(timeout=0):
                 ctx.progress.say("removing what a build that was killed left behind")
-                _remove(folder)
+                shutil.rmtree(folder, ignore_errors=True)
         except Timeout:
             continue
 
 
 def _remove(folder: Path) -> None:
     """Remove a left folder, first moving it away from where its last children may still write."""
-    if not folder.exists():
-        return
-    aside = folder.with_name(f"{folder.name}-left-{os.getpid()}")
-    folder.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
-    if aside.exists():
-        # A child of the killed build was still writing; its guard is about to end it.
+    if folder.exists():
+        aside = folder.with_name(f"{folder.name}-left-{os.getpid()}")
+        folder.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
 
 
