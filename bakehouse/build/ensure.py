@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from bakehouse.errors import HostError
 from bakehouse.lock import Lock
 from bakehouse.plan.types import BuildPlan
 from bakehouse.records.store import Run
+from bakehouse.sources.tree import ensure_tree, materialise
 
 RECORD_MODE = 0o644
 
@@ -103,10 +103,8 @@ def _build(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> BuildRecord:
 
 def write_source(ctx: Context, lock: Lock, target: Path) -> None:
     """Fetch the locked source if it is not here yet, and write its tree."""
-    # Imported here because `plan` passes through this package and needs no network code.
-    tree = importlib.import_module("bakehouse.sources.tree")
-    tree.ensure_tree(ctx, lock)
-    tree.materialise(ctx, lock, target)
+    ensure_tree(ctx, lock)
+    materialise(ctx, lock, target)
 
 
 def _record(

@@ -128,13 +128,14 @@ def _inputs(
 ) -> BuildInputs:
     """All that can change the bytes."""
     native = engine.for_this_cpu(merged)
+    date = lock.source.date if lock.source else 0
     return BuildInputs(
         rules=RULES,
         engine=recipe.engine,
         source_tree=lock.source_tree or "",
         stamp=lock.stamp,
         number=lock.build_number,
-        date=lock.source.date if lock.source else 0,
+        date=date,
         generator=GENERATOR,
         targets=build.targets,
         definitions=dict(merged),
@@ -146,7 +147,12 @@ def _inputs(
             **extra.tools,
         },
         cpu=f"{host.cpu_model}: {host.cpu_flags}" if native else None,
-        environment=dict(extra.environment),
+        environment={
+            "LC_ALL": "C.UTF-8",
+            "TZ": "UTC",
+            "SOURCE_DATE_EPOCH": str(date),
+            **extra.environment,
+        },
     )
 
 

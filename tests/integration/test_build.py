@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bakehouse.build import ensure as building
-from bakehouse.build.artifact import Artifact
+from bakehouse.build.artifact import Artifact, Damaged, verify
 from bakehouse.context import Context
 from bakehouse.errors import BuildFailed, HostError
 from bakehouse.lock import Lock
@@ -315,19 +315,34 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_artifact_is_set_aside_and_built_again(
-    context: Context, small: dict[str, str], kind: str
-) -> None:
-    said: list[str] = []
+def test_damage_is_found(context: Context, small: dict[str, str], tmp_path: Path) -> None:
     first = build(context, small_plan(context))
-    assert build(context, small_plan(context)).reused
-    DAMAGE[kind](Path(first.folder))
-    talking = Context(places=context.places, recipes=context.recipes, progress=Listening(said))
+    for number, (kind, damage) in enumerate(DAMAGE.items()):
+        for seen_before in (False, True):
+            folder = tmp_path / f"{number}-{seen_before}" / first.digest
+            shutil.copytree(first.folder, folder)
+            if seen_before:
+                assert verify(folder).content == first.content
+            damage(folder)
+            with pytest.raises(Damaged):
+                verify(folder)
+                pytest.fail(f"not found: {kind}")
+
+
+def test_a_damaged_artifact_is_set_aside_and_built_again(
+    context: Context, small: dict[str, str]
+) -> None:
+    first = build(context, small_plan(context))
+    _flip(Path(first.folder) / "bin" / "libllama.so.0")
+    listening = Listening([])
+    talking = Context(places=context.places, recipes=context.recipes, progress=listening)
     again = build(talking, small_plan(context))
     assert not again.reused
     assert files_of(again) == files_of(first)
-    assert any("the artifact is damaged" in line for line in said)
+    assert any(
+        "the artifact is damaged (bin/libllama.so.0 has other bytes than were built)" in line
+        for line in listening.said
+    )
     assert build(context, small_plan(context)).reused
     assert (context.places.builds / ".damaged" / first.digest).exists()
 

@@ -130,7 +130,7 @@ def refusals(cmake: Mapping[str, str | int | float | bool], extra: Extra) -> tup
     found = []
     for name, value in cmake.items():
         text = value_text(value)
-        needed = FORCED.get(name) or extra.definitions.get(name) or extra.paths.get(name)
+        needed = {**FORCED, **extra.definitions, **extra.paths}.get(name)
         if name in OURS:
             found.append(Refusal(name, f"{name} is not the recipe's to set", OURS[name]))
         elif needed is not None and not same(text, needed):

@@ -1,0 +1,156 @@
+"""The first error, in the words of each tool; recorded from real runs unless marked."""
+
+from __future__ import annotations
+
+import pytest
+
+from bakehouse.build.first import first_build_error, first_cmake_error
+
+HEAD = ["[1/9 0.1] Building C object a.o", "FAILED: x.o ", "/usr/bin/c++ -c /w/src/x.cpp"]
+TAIL = [
+    "[2/9 0.3] Building C object b.o",
+    "FAILED: y.o ",
+    "/usr/bin/c++ -c y.cpp",
+    "y.cpp:1:1: error: the second failure",
+    "ninja: build stopped: subcommand failed.",
+]
+
+WORDINGS = [
+    (
+        ["/w/src/x.cpp: In function 'int main()':",
+         "/w/src/x.cpp:4:10: error: 'foo' was not declared in this scope"],
+        ("x.cpp", 4, 10), "'foo' was not declared in this scope",
+    ),
+    (
+        ["In file included from /w/src/x.cpp:1:",
+         "/w/src/x.h:2:3: warning: unused",
+         "/w/src/x.h:9:10: fatal error: nope.h: No such file or directory"],
+        ("x.h", 9, 10), "nope.h: No such file or directory",
+    ),
+    (
+        ["../src/x.cpp:7:5: internal compiler error: Segmentation fault"],
+        ("x.cpp", 7, 5), "Segmentation fault",
+    ),
+    (["/w/src/start.S:3: Error: no such instruction: `mvo'"], ("start.S", 3, None),
+     "no such instruction: `mvo'"),
+    (
+        ["/usr/bin/ld: a.o: in function `main':",
+         "/w/src/x.cpp:3: undefined reference to `gone()'",
+         "collect2: error: ld returned 1 exit status"],
+        ("x.cpp", 3, None), "undefined reference to `gone()'",
+    ),
+    (
+        ["/usr/bin/ld: a.o: in function `main':",
+         "x.cpp:(.text.startup+0x5): undefined reference to `gone()'",
+         "collect2: error: ld returned 1 exit status"],
+        ("x.cpp", None, None), "undefined reference to `gone()'",
+    ),
+    (["/usr/bin/ld: cannot find -lnope: No such file or directory"], (None, None, None),
+     "/usr/bin/ld: cannot find -lnope: No such file or directory"),
+    (["ld.lld: error: undefined symbol: gone()"], (None, None, None),
+     "ld.lld: error: undefined symbol: gone()"),
+    (
+        ["/usr/bin/ld: warning: x.o: missing .note.GNU-stack section",
+         "/usr/bin/ld: final link failed: No space left on device"],
+        (None, None, None), "/usr/bin/ld: final link failed: No space left on device",
+    ),
+    (["/w/src/ggml-cuda/mmq.cu(12): error: identifier \"x\" is undefined"],
+     ("ggml-cuda/mmq.cu", 12, None), 'identifier "x" is undefined'),
+    (["/w/src/a.cuh(3): error #20012-D: no such thing"], ("a.cuh", 3, None), "no such thing"),
+    (["ptxas fatal   : Unresolved extern function '_Z3foov'"], (None, None, None),
+     "ptxas fatal   : Unresolved extern function '_Z3foov'"),
+    (["nvcc fatal   : Unsupported gpu architecture 'compute_121a'"], (None, None, None),
+     "nvcc fatal   : Unsupported gpu architecture 'compute_121a'"),
+    (["c++: fatal error: Killed signal terminated program cc1plus", "compilation terminated."],
+     (None, None, None), "c++: fatal error: Killed signal terminated program cc1plus"),
+    (["CMake Error at /w/src/scripts/ui.cmake:12 (message):", "  no assets", "", ""],
+     ("scripts/ui.cmake", 12, None), "no assets"),
+    (["/bin/sh: 1: glslc: not found"], (None, None, None), "/bin/sh: 1: glslc: not found"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lines", "place", "message"), WORDINGS)
+@pytest.mark.parametrize("code", ["", "[code=1] "])
+def test_wordings(
+    lines: list[str], place: tuple[str | None, int | None, int | None], message: str, code: str
+) -> None:
+    head = [line.replace("FAILED: ", f"FAILED: {code}") for line in HEAD]
+    found = first_build_error(head + lines + TAIL, ("/w/src", "../src"))
+    assert found
+    assert (found.file, found.line, found.column) == place
+    assert found.message == message
+    assert (head + lines)[found.log_line - 1].endswith(message) or "CMake" in lines[0]
+
+
+def test_a_command_that_says_nothing() -> None:
+    found = first_build_error(HEAD + TAIL)
+    assert found
+    assert found.message == "x.o failed without a word"
+
+
+def test_ninja_itself() -> None:
+    found = first_build_error(["ninja: error: loading 'build.ninja': No such file or directory"])
+    assert found
+    assert found.message.startswith("ninja: error: loading")
+
+
+def test_no_error_at_all() -> None:
+    assert first_build_error(["[1/1 0.0] Linking", "all is well"]) is None
+    assert first_cmake_error(["-- Configuring done"]) is None
+
+
+CMAKE = [
+    "-- The C compiler identification is GNU 12.2.0",
+    "CMake Warning at CMakeLists.txt:3 (message):",
+    "  only a warning",
+    "",
+    "CMake Error at ggml/CMakeLists.txt:7 (find_package):",
+    '  By not providing "FindX.cmake" this project has',
+    "  asked CMake to find a package.",
+    "",
+    "  Could not find X.",
+    "",
+    "",
+    "Call Stack (most recent call first):",
+    "  CMakeLists.txt:1 (include)",
+    "CMake Error at CMakeLists.txt:99 (message):",
+    "  second",
+]
+
+
+def test_cmake() -> None:
+    found = first_cmake_error(CMAKE)
+    assert found
+    assert (found.file, found.line, found.log_line) == ("ggml/CMakeLists.txt", 7, 5)
+    assert found.message == (
+        'By not providing "FindX.cmake" this project has asked CMake to find a package. '
+        "Could not find X."
+    )
+    assert found.place("/l") == "ggml/CMakeLists.txt:7, /l:5"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("CMake Error: CMake was unable to find a build program", "CMake was unable to find"),
+        ("CMake Error in src/CMakeLists.txt:", "CMake gave no reason"),
+    ],
+)
+def test_cmake_without_a_line(line: str, message: str) -> None:
+    found = first_cmake_error([line])
+    assert found
+    assert found.message.startswith(message)
+
+
+def test_a_log_cannot_steer_the_terminal() -> None:
+    lines = ["FAILED: x.o ", "cc", "x.c:1:1: error: \x1b[2Jgone"]
+    found = first_build_error(lines)
+    assert found
+    assert "\x1b" not in found.message
+
+
+@pytest.mark.parametrize("count", [20_000])
+def test_long_lines_take_no_time(count: int) -> None:
+    """No pattern backtracks for long on the lines that compilers print."""
+    lines = ["FAILED: x ", "cc", "a/" * count, "x:" * count, "(" * count, " " * count + "error"]
+    first_build_error(lines)

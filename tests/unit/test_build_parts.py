@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bakehouse.build.ninja import NinjaWatch, left
+from bakehouse.build.steps import judge_version
+from bakehouse.build.work import moved
+from bakehouse.checks import Verdict
+from bakehouse.elf import read_dynamic
+from bakehouse.engines.llamacpp.cmake import git_stand_in
+from bakehouse.plan.build import plan_build
+from bakehouse.ports.process import Captured
+from tests.small_engine import FAKE_HOST, FAKE_PLACES, FAKE_TOOLS, small_lock, small_recipe
+
+
+def version(code: int, err: str) -> list[tuple[str, Verdict, str]]:
+    said = Captured(("llama-server", "--version"), code, "", err)
+    return [(c.id, c.verdict, c.observed) for c in judge_version(said, "abcdef012", 77)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["version: 0.6.0-dev (build 77, commit abcdef012)", "version: 77 (abcdef012)"],
+)
+def test_a_version_that_shows_the_pin(line: str) -> None:
+    verdicts = [v for _, v, _ in version(0, f"noise\n{line}\nbuilt with GNU 12\n")]
+    assert verdicts == [Verdict.PASSED, Verdict.PASSED]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "version: 0.6.0-dev (build 77, commit unknown)",
+        "version: 0.6.0-dev (build 7, commit abcdef012)",
+        "version: 0.6.0-dev (build 77, commit abcdef012-dirty)",
+        "version: 0.6.0-dev (build 777, commit abcdef0123)",
+    ],
+)
+def test_a_version_that_shows_another_source(line: str) -> None:
+    assert version(0, line)[1][1] is Verdict.FAILED
+
+
+def test_a_server_that_does_not_run() -> None:
+    (runs, stamp) = version(-4, "")
+    assert runs[1] is Verdict.FAILED
+    assert "SIGILL" in runs[2]
+    assert stamp[1] is Verdict.UNKNOWN
+    (runs, _) = version(127, "error while loading shared libraries: libx.so: cannot open")
+    assert "libx.so" in runs[2]
+
+
+def test_ninja_status_moves_the_bar() -> None:
+    seen: list[tuple[float, float | None, str]] = []
+
+    class Bar:
+        def update(self, done: float, total: float | None = None, note: str = "") -> None:
+            seen.append((done, total, note))
+
+    watch = NinjaWatch(Bar())
+    for line in ["ninja: Entering directory", "[10/210 20.000] Building", "x.c:1: warning [1/2 3]"]:
+        watch.line(line)
+    assert seen == [(10, 210, "7 min left")]
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "seconds", "text"),
+    [(4, 10, 9.0, ""), (10, 10, 9.0, ""), (5, 10, 0.5, ""), (50, 100, 30.0, "30 s left")],
+)
+def test_time_left(done: int, total: int, seconds: float, text: str) -> None:
+    assert left(done, total, seconds) == text
+
+
+def test_the_git_stand_in(tmp_path: Path) -> None:
+    git = tmp_path / "git"
+    git.write_text(git_stand_in(small_lock()))
+    git.chmod(0o755)
+
+    def ask(*argv: str) -> tuple[int, str]:
+        done = subprocess.run([str(git), *argv], capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout.strip()
+
+    assert ask("rev-parse", "--short", "HEAD") == (0, "abcdef012")
+    assert ask("describe", "--always") == (0, "abcdef012")
+    assert ask("rev-list", "--count", "HEAD") == (0, "77")
+    assert ask("diff-index", "--quiet", "HEAD", "--", ".") == (0, "")
+    assert ask("--version")[1].startswith("git version ")
+    assert ask("log", "-1")[0] == 128
+
+
+def test_elf_of_this_python() -> None:
+    found = read_dynamic(Path(sys.executable).resolve())
+    assert found
+    assert any(name.startswith("libc.") for name in found.needed)
+
+
+@pytest.mark.parametrize("data", [b"", b"text", b"\x7fEL"])
+def test_what_is_no_elf(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "x").write_bytes(data)
+    assert read_dynamic(tmp_path / "x") is None
+
+
+@pytest.mark.parametrize("size", [4, 5, 20, 63, 64, 100, 400, 1000])
+def test_a_cut_elf(tmp_path: Path, size: int) -> None:
+    data = Path(sys.executable).resolve().read_bytes()[:size]
+    (tmp_path / "x").write_bytes(data)
+    with pytest.raises(ValueError, match="damaged ELF"):
+        read_dynamic(tmp_path / "x")
+
+
+def test_a_plan_moves_to_another_work_folder() -> None:
+    plan = plan_build(small_recipe(), small_lock(), FAKE_TOOLS, FAKE_HOST, FAKE_PLACES)
+    other = Path(plan.work).with_name("13")
+    there = moved(plan, other)
+    assert plan.work not in there.to_data()["steps"].__str__()
+    assert there.digest == plan.digest
+    assert moved(plan, Path(plan.work)) is plan
