@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +11,11 @@ from bakehouse.base import to_json
 from bakehouse.build import artifact as files
 from bakehouse.build import steps
 from bakehouse.build.artifact import Artifact, BuildRecord, Damaged, StepTime
+from bakehouse.build.disk import explained
 from bakehouse.build.install import FOLDER_MODE, install
 from bakehouse.build.work import digest_lock, moved, work_folder
 from bakehouse.checks import Check
 from bakehouse.context import Context
-from bakehouse.errors import HostError
 from bakehouse.lock import Lock
 from bakehouse.plan.types import BuildPlan
 from bakehouse.records.store import Run
@@ -34,7 +33,7 @@ def ensure(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> Artifact:
     started = ctx.clock.monotonic()
     folder = Path(plan.artifact)
     run.pin(build=plan.digest)
-    with _disk_explained(folder.parent):
+    with explained(folder.parent):
         if (found := _look(folder)) and isinstance(found, BuildRecord):
             return _given(ctx, plan, run, found, started, reused=True)
         with digest_lock(ctx, folder.parent, plan.digest):
@@ -175,20 +174,3 @@ def _given(
     )
     run.fact("artifact", artifact.to_data())
     return artifact
-
-
-@contextmanager
-def _disk_explained(folder: Path) -> Iterator[None]:
-    """Turn what the file system says into an error that a person can act on."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise steps.disk_full(str(error.filename or folder)) from error
-        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}:
-            raise HostError(
-                f"the cache folder cannot be written: {error.strerror}",
-                where=str(error.filename or folder),
-                hint="mend its permissions, or set BAKEHOUSE_HOME to a folder of your own",
-            ) from error
-        raise

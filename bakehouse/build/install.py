@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from bakehouse.build.disk import disk_full, says_full, starved
 from bakehouse.checks import Check, check
 from bakehouse.context import Context
 from bakehouse.elf import Dynamic, read_dynamic
@@ -95,6 +96,8 @@ def install(
         else:
             argv = tuple(a.replace("{name}", name).replace("{file}", str(file)) for a in step.argv)
             done = ctx.processes.run(argv, env=environment(step.env), log=log, timeout=STRIP_S)
+            if says_full(done.lines) or (not done.ok and starved(stage)):
+                raise disk_full(str(out))
             if not done.ok:
                 raise BuildFailed(
                     f"strip failed on {name}: {(done.lines or ('without a word',))[0]}",

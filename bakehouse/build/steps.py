@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from bakehouse.build import configure as file_api
+from bakehouse.build.disk import disk_full, says_full, starved
 from bakehouse.build.first import FirstError, first_build_error, first_cmake_error
 from bakehouse.build.ninja import NinjaWatch
 from bakehouse.checks import Check, check, not_passed
@@ -25,10 +26,6 @@ from bakehouse.toolkit.artifact import accept_artifact
 
 VERSION_S = 60.0
 """Seconds within which a finished server has to say its version."""
-NO_SPACE = "No space left on device"
-STARVED_BYTES = 64 * 2**20
-"""Free space below which a failure without a named cause is put down to the disk: what could not be
-written has been removed by then, so that a little is free again."""
 
 
 def configure(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> Configured:
@@ -52,7 +49,7 @@ def configure(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> Configured
         return file_api.read(work / "build", taken.log)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         # CMake ends with 0 although it could not write its answers.
-        if _starved(work):
+        if starved(work):
             raise disk_full(str(work)) from error
         raise BuildFailed(
             f"CMake's answers about the build cannot be read: {error}",
@@ -131,7 +128,8 @@ def _failure(
     where = first.place(str(log)) if first else str(log)
     # Many programs that cannot write die without saying why; a compiler that names a line does not.
     named = what == "compile" and first and first.line
-    if _log_says(log, NO_SPACE) or (_starved(work) and not named):
+    lines = log.read_text(errors="replace").splitlines()
+    if says_full(lines) or (starved(work) and not named):
         return disk_full(str(log))
     if "Killed signal terminated program" in text:
         return HostError(
@@ -140,27 +138,6 @@ def _failure(
             hint="compile fewer files at once: --jobs 1",
         )
     return BuildFailed(f"{what} failed: {text}", where=where, hint=f"the whole log: {log}")
-
-
-def _log_says(log: Path, text: str) -> bool:
-    try:
-        return text in log.read_text(errors="replace")
-    except OSError:
-        return False
-
-
-def _starved(folder: Path) -> bool:
-    return shutil.disk_usage(folder).free < STARVED_BYTES
-
-
-def disk_full(where: str) -> HostError:
-    """Make the error for a full disk."""
-    return HostError(
-        "the disk is full; what was being built has been removed",
-        where=where,
-        hint="free some space (a CPU build takes about 1 GiB, a CUDA build 10 GiB), then repeat",
-        id="disk-full",
-    )
 
 
 def verify(ctx: Context, plan: BuildPlan, run: Run) -> tuple[Check, ...]:
