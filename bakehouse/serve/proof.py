@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bakehouse.checks import Check, Verdict, check, not_passed
+from bakehouse.checks import Check, check, not_passed
 from bakehouse.context import Context
 from bakehouse.engines.llamacpp import evidence
 from bakehouse.engines.llamacpp.server import NONCE_ALIAS, Features
 from bakehouse.errors import BakehouseError, NotCorrect, NotHealthy
+from bakehouse.probe.prove import explain
 from bakehouse.probe.types import Endpoint, Proof
 from bakehouse.records.model import Answer as Asked
 from bakehouse.serve.causes import Cause, first_cause, read_log, signature_check
@@ -83,15 +84,12 @@ def prove(ctx: Context, server: Running, asked: Features, questions: Prove, seen
     seen.answers, seen.summary = proof.answers, proof.summary
     after = identity(ctx, server, suffix="-after")
     log = _signatures(server).model_copy(update={"id": "log-after"})
-    died = not_passed(after)
-    if not died and proof.verdict is Verdict.FAILED:
-        seen.checks += [*proof.checks, *after, log]
-        raise _error(server, seen, correct=False, what=f"it answers wrongly: {proof.summary}")
+    seen.checks += proof.checks
     _stage(server, seen, after)
     _stage(server, seen, [log])
-    _stage(server, seen, list(proof.checks))
-    if not proof.passed:
-        raise _error(server, seen, correct=True, what=f"it could not be judged: {proof.summary}")
+    if error := explain(proof, str(server.log)):
+        error.checks = tuple(seen.checks)
+        raise error
 
 
 def identity(ctx: Context, server: Running, suffix: str = "") -> list[Check]:

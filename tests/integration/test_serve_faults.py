@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from bakehouse.checks import Verdict, check
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, NotCorrect, NotHealthy
 from bakehouse.probe.types import Endpoint, Proof
+from bakehouse.records.model import Answer
 from bakehouse.serve import state as states
 from bakehouse.serve.bring import Order, Ready, bring_up
 from bakehouse.serve.control import folders, look, stop
@@ -147,6 +149,23 @@ def test_a_server_that_talks_does_not_stall(context: Context, notes: Notes) -> N
     assert ready.loading >= 2.5
 
 
+def test_health_is_noticed_within_a_tenth_of_a_second(context: Context, notes: Notes) -> None:
+    lags: list[float] = []
+    for _ in range(3):
+        wanted = order(context, "slow=0.5")
+
+        def note(_: Endpoint) -> Proof:
+            lags.append(time.monotonic())
+            return proof()
+
+        bring_up(context, wanted, note, notes)
+        log = (wanted.settings.folder / "server.log").read_text()
+        lags[-1] -= float(log.split("healthy from ")[1].split()[0])
+        stop(wanted.settings.folder)
+    asking_about_features = 0.1
+    assert min(lags) < 0.1 + asking_about_features
+
+
 def test_a_server_that_never_listens(context: Context, notes: Notes) -> None:
     id_, error = refused(context, notes, order(context, "never-listen", ready=1.0))
     assert id_ == "health"
@@ -174,13 +193,18 @@ def test_wrong_answers_are_another_exit_code(context: Context, notes: Notes) -> 
     assert ended is not None
     assert ended.ended is not None
     assert ended.ended.why == "refused"
-    assert "answers wrongly" in ended.ended.says
+    assert "1 of 1 right" in ended.ended.says
 
 
 def test_answers_that_could_not_be_judged_are_no_proof(context: Context, notes: Notes) -> None:
     gap = proof(check("facts", "5 of 5", None, "POST /v1", ok=None), verdict=Verdict.UNKNOWN)
-    with pytest.raises(NotHealthy):
-        bring_up(context, order(context), lambda _: gap, notes)
+    answer = Answer(
+        question="?", mode="chat", wanted=("x",), content="", verdict="unanswered", seconds=1.0
+    )
+    with pytest.raises(NotHealthy) as caught:
+        bring_up(context, order(context), lambda _: replace(gap, answers=(answer,)), notes)
+    assert [c.id for c in caught.value.checks if not c.passed] == ["facts"]
+    assert notes.said == [answer]
     assert not left_of(context)
 
 

@@ -77,6 +77,16 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(503, {"error": error})
         return self.route()
 
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if KEY and self.headers.get("Authorization") != f"Bearer {KEY}":
+            return self.answer(401, {"error": {"message": "Invalid API Key", "code": 401}})
+        text = "The answer is 5." if "wrong" in FAULTS else "The answer is 4."
+        choice = {"index": 0, "finish_reason": "stop",
+                  "message": {"role": "assistant", "content": text}, "text": text}  # fmt: skip
+        usage = {"completion_tokens": 6, "prompt_tokens": 5}
+        return self.answer(200, {"model": OPTIONS.alias, "choices": [choice], "usage": usage})
+
     def route(self) -> None:
         aliases = OPTIONS.alias.split(",")
         if "old-nonce" in FAULTS:
@@ -168,6 +178,7 @@ def main() -> None:
         time.sleep(600)
     if "talks" in FAULTS:
         threading.Thread(target=talk, daemon=True).start()
+    log(f"healthy from {START + float(FAULTS.get('slow') or 0)}")
     server = Server((OPTIONS.host, OPTIONS.port), Handler)
     log(f"0.00.000.004 I srv  llama_server: listening on {server.server_address}")
     server.serve_forever()

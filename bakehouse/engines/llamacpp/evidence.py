@@ -82,11 +82,7 @@ def judge(
     slots = [s for s in slots if isinstance(s, Mapping)] if isinstance(slots, list) else []
     checks = [
         _names(asked, models),
-        check(
-            "model-loaded", "one model loaded by this server",
-            "router mode: nothing is loaded" if is_router(models, props) else "a model",
-            "GET /v1/models, GET /props", ok=not is_router(models, props),
-        ),
+        _loaded(models, props),
         _equal("model-path", asked.model_path, props.get("model_path"), "GET /props model_path"),
         check(
             "slots", str(asked.slots), str(len(slots)) if slots else None, "GET /slots",
@@ -146,6 +142,14 @@ def _names(asked: Features, models: Any) -> Check:
     )
 
 
+def _loaded(models: Any, props: Mapping[str, Any]) -> Check:
+    router = is_router(models, props)
+    seen = "router mode: nothing is loaded" if router else None
+    seen = seen or ("a model" if model_names(models) else None)
+    return check("model-loaded", "one model, loaded by this server itself", seen,
+                 "GET /v1/models, GET /props", ok=not router)  # fmt: skip
+
+
 def _context(wanted: int, slots: Sequence[Mapping[str, Any]]) -> Check:
     """Slots share the context evenly, or each may use it all (unified KV cache)."""
     sizes = [s.get("n_ctx") for s in slots]
@@ -191,7 +195,7 @@ def _config(log: Sequence[str]) -> Check:
     seen = f"using config file {found[1]}" if found else "none"
     where = f"server.log:{number}" if found else "server.log"
     return check("no-config-file", "no configuration file beside the plan", seen, where,
-                 ok=found is None)  # fmt: skip
+                 ok=found is None if log else None)  # fmt: skip
 
 
 def _search(pattern: re.Pattern[str], log: Sequence[str]) -> tuple[int, re.Match[str] | None]:

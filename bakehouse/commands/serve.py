@@ -1,0 +1,224 @@
+"""`serve`: from a recipe to a server that has proven itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bakehouse.base import digest
+from bakehouse.build.ensure import ensure as ensure_build
+from bakehouse.context import Context
+from bakehouse.engines.llamacpp.cuda import prepared
+from bakehouse.engines.llamacpp.server import Features
+from bakehouse.errors import HostError, NotHealthy, UsageError
+from bakehouse.host import read_host
+from bakehouse.lock import Lock
+from bakehouse.outcome import Outcome
+from bakehouse.plan.build import plan_build
+from bakehouse.plan.serve import plan_serve
+from bakehouse.plan.types import BuildPlan, ServePlan
+from bakehouse.probe.prove import answer_lines, prove
+from bakehouse.recipe.load import Loaded, find, load
+from bakehouse.recipe.model import Recipe
+from bakehouse.records.store import Run
+from bakehouse.resolve import ensure_lock
+from bakehouse.serve.bring import Order, Ready, bring_up, identity_digest
+from bakehouse.serve.control import look
+from bakehouse.serve.launch import Link, Settings
+from bakehouse.serve.listeners import refuse_taken
+from bakehouse.serve.ready import Limits
+from bakehouse.serve.watch import Tail
+from bakehouse.sources.weights import ensure as ensure_weights
+from bakehouse.sources.weights import locate
+from bakehouse.toolchain import find_tools
+
+TICK_S = 0.2
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the task was given."""
+
+    recipe: str
+    set_: tuple[str, ...] = ()
+    port: str = ""
+    host: str = ""
+    locked: bool = False
+    foreground: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A server as planned, before anything is built or run."""
+
+    loaded: Loaded
+    lock: Lock
+    build: BuildPlan
+    plan: ServePlan
+    asked: Features
+    key: str | None
+
+    @property
+    def recipe(self) -> Recipe:
+        """What is wanted."""
+        return self.loaded.recipe
+
+
+def run(ctx: Context, options: Options) -> Outcome:
+    """Build, fetch, launch, prove. Raises every class of `errors`, each with its exit code."""
+    loaded = load(find(options.recipe, ctx.recipes), options.set_)
+    recipe = loaded.recipe
+    if recipe.engine != "llama.cpp":
+        raise UsageError(
+            f"serving {recipe.engine} is not supported yet", where=str(loaded.path), id="engine",
+            hint="recipes with engine: llama.cpp can be served",
+        )  # fmt: skip
+    key = api_key(ctx, loaded)
+    port = parse_port(options.port)
+    if options.dry_run:
+        lock = ensure_lock(ctx, loaded, locked=options.locked)
+        return _dry(_wanted(ctx, loaded, lock, options.host, port, key))
+    hidden = [recipe.serve.api_key.env] if recipe.serve.api_key and recipe.serve.api_key.env else []
+    with Run.start(ctx, "serve", recipe.name, secrets=[*recipe.secrets, *hidden]) as record:
+        if key:
+            record.hide(key)
+        lock = ensure_lock(ctx, loaded, locked=options.locked)
+        record.pin(lock=digest(lock))
+        wanted = _wanted(ctx, loaded, lock, options.host, port, key)
+        _early(ctx, wanted)
+        ensure_weights(ctx, loaded, lock)
+        prepared(ctx, recipe, lock, find_tools(ctx), make=True)
+        ensure_build(ctx, lock, wanted.build, record)
+        ready = bring_up(
+            ctx,
+            _order(ctx, wanted, options.foreground),
+            lambda endpoint: prove(ctx, endpoint, recipe.probe),
+            record,
+        )
+        record.fact("loading_seconds", round(ready.loading, 3))
+        record.fact("proving_seconds", round(ready.proving, 3))
+        record.finish(f"READY at {ready.server.url}: {ready.evidence.summary}")
+    return _outcome(ctx, wanted, ready, record.record)
+
+
+def _wanted(
+    ctx: Context, loaded: Loaded, lock: Lock, host: str, port: int | None, key: str | None
+) -> Wanted:
+    """Plan build and server: what is wrong with either is said before anything is fetched."""
+    recipe = loaded.recipe
+    weights = locate(ctx.places, loaded.folder, recipe, lock)
+    tools = find_tools(ctx)
+    built, extra = prepared(ctx, recipe, lock, tools, make=False)
+    build = plan_build(built, lock, tools, read_host(), ctx.places, extra=extra)
+    plan, asked = plan_serve(
+        recipe, lock, build.server, weights, places=ctx.places,
+        origin=loaded.origin("serve", "command"), host=host or None, port=port,
+    )  # fmt: skip
+    return Wanted(loaded, lock, build, plan, asked, key)
+
+
+def _early(ctx: Context, wanted: Wanted) -> None:
+    """Refuse a taken port before a build that may take long, not after it."""
+    if not look(ctx.places.servers / wanted.plan.name).alive:
+        refuse_taken(wanted.plan.host, wanted.plan.port)
+
+
+def _order(ctx: Context, wanted: Wanted, foreground: bool) -> Order:
+    serve = wanted.recipe.serve
+    settings = Settings(
+        folder=ctx.places.servers / wanted.plan.name,
+        cwd=wanted.loaded.folder.absolute(),
+        plan=identity_digest(wanted.plan, wanted.build.digest, digest(wanted.lock)),
+        engine=wanted.recipe.engine,
+        stop_timeout=serve.stop_timeout,
+        memory_floor=serve.memory_floor,
+        key=wanted.key,
+    )
+    size = sum(file.size for pin in wanted.lock.weights.values() for file in pin.files)
+    limits = Limits(serve.ready_timeout, serve.stall_timeout)
+    return Order(wanted.plan, wanted.asked, settings, limits, size, foreground)
+
+
+def parse_port(text: str) -> int | None:
+    """Read a port; None for nothing said. Raises UsageError."""
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) <= 65535):
+        raise UsageError(f"--port takes a number from 0 to 65535, not '{text}'")
+    return int(text)
+
+
+def api_key(ctx: Context, loaded: Loaded) -> str | None:
+    """Read the API key that the recipe names; None where it names none. Raises HostError."""
+    source = loaded.recipe.serve.api_key
+    if source is None:
+        return None
+    if source.env:
+        key, where = ctx.environment.get(source.env, "").strip(), f"${source.env}"
+    else:
+        path = loaded.folder / Path(source.file or "").expanduser()
+        try:
+            key, where = path.read_text().strip(), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise HostError(
+                f"the API key cannot be read: {getattr(error, 'strerror', None) or 'no text'}",
+                where=str(path), hint="put the key in that file, alone", id="no-key",
+            ) from error  # fmt: skip
+    if not key or not key.isprintable() or " " in key or "," in key or key.startswith("#"):
+        raise HostError(
+            "the API key is empty" if not key else "the API key is not one word", where=where,
+            hint="a key is one word without spaces and commas that does not begin with #",
+            id="no-key",
+        )  # fmt: skip
+    return key
+
+
+def _dry(wanted: Wanted) -> Outcome:
+    plan = wanted.plan
+    lines = ["would run, with {nonce} new each time:", *(f"  {a}" for a in plan.argv)]
+    lines += ["with, beside the allowlist:", *(f"  {k}={v}" for k, v in plan.env.items())]
+    lines += ["and expect:", *(f"  {e}" for e in plan.expects)]
+    return Outcome(result={"build": wanted.build, "serve": plan}, text="\n".join(lines))
+
+
+def _outcome(ctx: Context, wanted: Wanted, ready: Ready, record: Path) -> Outcome:
+    server, evidence = ready.server, ready.evidence
+    stop = f"invoke stop --recipe {wanted.recipe.name}"
+    how = "proven again" if ready.again else f"loaded in {ready.loading:.1f} s, proven"
+    text = [
+        *answer_lines(evidence.answers),
+        evidence.summary,
+        "",
+        f"READY   {server.url}  ({how} in {ready.proving:.1f} s)",
+        f"model   {wanted.asked.name}",
+        f"record  {record}",
+        f"log     {server.log}",
+        "stop    Ctrl-C" if ready.link else f"stop    {stop}",
+    ]
+    result: dict[str, Any] = {
+        "url": server.url, "model": wanted.asked.name, "pid": server.process.pid,
+        "again": ready.again, "loading_seconds": round(ready.loading, 3),
+        "proving_seconds": round(ready.proving, 3), "record": str(record),
+        "log": str(server.log), "stop": stop, "summary": evidence.summary,
+        "answers": [a.to_data() for a in evidence.answers],
+    }  # fmt: skip
+    lines = _stay(ctx, ready.link) if ready.link else ()
+    return Outcome(result, "\n".join(text), tuple(evidence.checks), lines=lines)
+
+
+def _stay(ctx: Context, link: Link) -> Iterator[str]:
+    """Show the log until the server ends or we are interrupted; nothing is left of it then."""
+    tail = Tail(link.folder / "server.log")
+    try:
+        while link.poll() is None:
+            yield from tail.lines()
+            ctx.clock.sleep(TICK_S)
+        yield from tail.lines()
+        says = (link.ended or {}).get("says")
+    finally:
+        link.close()
+    if (link.ended or {}).get("why") != "stopped":
+        raise NotHealthy(f"the server {says}", where=str(link.folder / "server.log"))

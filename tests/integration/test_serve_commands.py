@@ -1,0 +1,265 @@
+"""`serve`, `status`, `logs` and `stop` as a user calls them; everything is real but the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bakehouse import cli
+from bakehouse.commands import serve as serve_command
+from bakehouse.places import Places
+from bakehouse.serve.control import folders, look, stop
+from bakehouse.serve.processes import marked
+from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
+from tests.support.serving import FAKE
+
+pytestmark = pytest.mark.integration
+
+RECIPE = """\
+schema: 1
+name: tiny
+engine: llama.cpp
+source:
+  archive: {{path: source.tar.gz, sha256: {sha256}, number: 7}}
+weights:
+  model: {{path: model.gguf}}
+serve:
+  port: 0
+  stop_timeout: 2s
+  command: |
+    {python} -S {fake} -m {{{{ weights.model.first }}}} --fault build=b7-{stamp} {more}
+probe:
+  facts: {{questions: [{{ask: "What is 2+2?", answers: ["4"]}}]}}
+{tail}
+"""
+
+Invoke = Callable[..., tuple[int, dict[str, Any], str]]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("BAKEHOUSE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(serve_command, "ensure_build", lambda *_: None)
+    (tmp_path / "model.gguf").write_bytes(gguf_bytes(llama_metadata(), [f32("a", 8, 4)]))
+    with tarfile.open(tmp_path / "source.tar.gz", "w:gz") as archive:
+        entry = tarfile.TarInfo("x/CMakeLists.txt")
+        entry.size, entry.mtime = 2, 1_700_000_000
+        archive.addfile(entry, io.BytesIO(b"#\n"))
+    write(tmp_path)
+    yield tmp_path
+    for folder in folders(Places.from_environment()):
+        stop(folder)
+        assert not marked(folder)
+
+
+def write(folder: Path, more: str = "", tail: str = "", name: str = "tiny.yaml") -> None:
+    sha256 = hashlib.sha256((folder / "source.tar.gz").read_bytes()).hexdigest()
+    text = RECIPE.format(
+        sha256=sha256, stamp=sha256[:9], python=sys.executable, fake=FAKE, more=more, tail=tail
+    )
+    (folder / name).write_text(text)
+
+
+@pytest.fixture
+def invoke(home: Path, capsys: pytest.CaptureFixture[str]) -> Invoke:
+    def call(task: str, **options: Any) -> tuple[int, dict[str, Any], str]:
+        code = cli.main(task, options, json=True, recipes=home)
+        out = capsys.readouterr()
+        return code, json.loads(out.out), out.err
+
+    return call
+
+
+def test_the_life_of_a_server(home: Path, invoke: Invoke) -> None:
+    code, said, _ = invoke("serve", recipe="tiny")
+    assert said["error"] is None
+    assert code == 0
+    result = said["result"]
+    assert not result["again"]
+    assert result["answers"][0]["verdict"] == "right"
+    record = json.loads(Path(result["record"]).read_text())
+    assert record["ok"]
+    assert record["verdict"].startswith("READY at http://127.0.0.1:")
+    assert {c["id"] for c in record["checks"]} >= {"nonce", "build", "nonce-after"}
+    assert (Path(result["record"]).parent / "server.log").exists()
+
+    again = invoke("serve", recipe="tiny")[1]["result"]
+    assert again["again"]
+    assert again["pid"] == result["pid"]
+
+    (one,) = invoke("status")[1]["result"]["servers"]
+    assert (one["status"], one["url"], one["pid"]) == ("running", result["url"], result["pid"])
+    log = invoke("logs", recipe="tiny", lines="1")[1]["result"]["lines"]
+    assert log[0].startswith("0.00.000.004 I srv")
+
+    code, said, _ = invoke("stop", recipe="tiny")
+    assert (code, said["result"]["servers"][0]["ran"]) == (0, True)
+    code, said, _ = invoke("stop", recipe="tiny")
+    assert (code, said["result"]["servers"][0]["ran"]) == (0, False)
+    (one,) = invoke("status", recipe="tiny")[1]["result"]["servers"]
+    assert (one["status"], one["ended"]["why"]) == ("ended", "stopped")
+    assert invoke("stop", all_=True)[0] == 0
+
+
+def test_what_a_person_reads(
+    home: Path, invoke: Invoke, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main("serve", {"recipe": "tiny"}, recipes=home) == 0
+    text = capsys.readouterr().out
+    for part in ("What is 2+2?", "READY   http://127.0.0.1:", "record  ", "log     ",
+                 "invoke stop --recipe tiny"):  # fmt: skip
+        assert part in text
+    assert cli.main("status", {}, recipes=home) == 0
+    assert "tiny" in capsys.readouterr().out
+    assert cli.main("logs", {"recipe": "tiny"}, recipes=home) == 0
+    assert "listening on" in capsys.readouterr().out
+    assert cli.main("stop", {"all_": True}, recipes=home) == 0
+    assert "tiny: stopped" in capsys.readouterr().out
+    assert cli.main("stop", {"all_": True}, recipes=home) == 0
+    assert "no server runs" in capsys.readouterr().out
+
+
+def test_wrong_answers_end_with_8_and_no_server(home: Path, invoke: Invoke) -> None:
+    write(home, more="--fault wrong")
+    code, said, _ = invoke("serve", recipe="tiny")
+    assert code == 8
+    assert said["error"]["id"] == "not-correct"
+    record = json.loads((Path(said["result"]["record"]) / "record.json").read_text())
+    assert record["answers"][0]["verdict"] == "wrong"
+    assert record["exit"] == 8
+    assert not look(Places.from_environment().servers / "tiny").alive
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ({"recipe": "tiny", "port": "x"}, 2, "--port takes a number"),
+        ({"recipe": "tiny", "port": "65536"}, 2, "--port takes a number"),
+        ({"recipe": "tiny", "host": "0.0.0.0"}, 2, "API key"),
+        ({"recipe": "tiny", "host": "nowhere"}, 2, "no IP address"),
+        ({"recipe": "tiny", "host": "192.0.2.1"}, 2, "API key"),
+        ({"recipe": "other"}, 3, "other"),
+        ({"recipe": "tiny", "locked": True}, 4, "lock"),
+        ({}, 2, "--recipe"),
+    ],
+)
+def test_what_cannot_be_served(
+    home: Path, invoke: Invoke, options: dict[str, Any], code: int, words: str
+) -> None:
+    if "host" in options or "port" in options:
+        assert invoke("lock", recipe="tiny")[0] == 0
+    found, said, _ = invoke("serve", **options)
+    assert found == code
+    assert words in str(said["error"])
+
+
+def test_a_flag_that_bakehouse_sets_names_the_line(home: Path, invoke: Invoke) -> None:
+    write(home, more="--port=1")
+    code, said, _ = invoke("serve", recipe="tiny")
+    assert code == 2
+    assert "tiny.yaml:" in said["error"]["where"]
+    assert "--port (set serve.port)" in said["error"]["where"]
+
+
+def test_a_dry_run_runs_nothing(home: Path, invoke: Invoke) -> None:
+    code, said, _ = invoke("serve", recipe="tiny", dry_run=True)
+    assert code == 0
+    assert "tiny,~bakehouse-{nonce}" in said["result"]["serve"]["argv"]
+    assert not folders(Places.from_environment())
+
+
+@pytest.mark.parametrize("task", ["status", "logs", "stop"])
+def test_an_unknown_server_is_3(home: Path, invoke: Invoke, task: str) -> None:
+    assert invoke(task, recipe="nobody")[0] == 3
+
+
+def test_a_recipe_that_never_ran(home: Path, invoke: Invoke) -> None:
+    assert invoke("stop", recipe="tiny")[0] == 0
+    assert invoke("stop", recipe=str(home / "tiny.yaml"))[0] == 0
+    assert invoke("logs", recipe="tiny")[0] == 3
+    (one,) = invoke("status", recipe="tiny")[1]["result"]["servers"]
+    assert one["status"] == "ended"
+
+
+@pytest.mark.parametrize("options", [{}, {"recipe": "tiny", "all_": True}])
+def test_stop_wants_one_or_all(home: Path, invoke: Invoke, options: dict[str, Any]) -> None:
+    assert invoke("stop", **options)[0] == 2
+
+
+def test_a_key_from_the_environment_stays_secret(
+    home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(home)
+    text = (home / "tiny.yaml").read_text().replace("  port: 0", "  port: 0\n  api_key: {env: K1}")
+    (home / "tiny.yaml").write_text(text)
+    assert invoke("serve", recipe="tiny")[0] == 9
+    monkeypatch.setenv("K1", "two words")
+    assert invoke("serve", recipe="tiny")[0] == 9
+    monkeypatch.setenv("K1", "sekret-key-1")
+    code, said, err = invoke("serve", recipe="tiny", host="0.0.0.0")
+    assert code == 0
+    assert "sekret-key-1" not in json.dumps(said) + err
+    record = Path(said["result"]["record"])
+    assert "sekret-key-1" not in record.read_text()
+    assert next(c for c in said["checks"] if c["id"] == "key")["verdict"] == "passed"
+
+
+def test_control_characters_in_a_log_are_escaped(
+    home: Path, invoke: Invoke, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(home, more=r"""--fault 'print=\e[31mred'""".replace(r"\e", "\x1b"))
+    (home / "tiny.yaml").write_text(
+        (home / "tiny.yaml")
+        .read_text()
+        .replace("\x1b", "{{ vars.escape }}")
+        .replace("  port: 0", '  port: 0\n  vars: {escape: "\\e"}')
+    )
+    assert invoke("serve", recipe="tiny")[0] == 0
+    assert cli.main("logs", {"recipe": "tiny"}, recipes=home) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert r"\x1b[31mred" in text
+
+
+def test_a_followed_log_ends_with_its_server(
+    home: Path, invoke: Invoke, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(home, more="--fault talks")
+    assert invoke("serve", recipe="tiny")[0] == 0
+    folder = Places.from_environment().servers / "tiny"
+    threading.Timer(1.0, lambda: stop(folder)).start()
+    assert cli.main("logs", {"recipe": "tiny", "follow": True, "lines": "2"}, recipes=home) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 5
+    assert lines[-1].startswith("loading ")
+
+
+def test_a_server_in_the_foreground_that_dies(
+    home: Path, invoke: Invoke, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Places.from_environment().servers / "tiny"
+
+    def kill() -> None:
+        deadline = time.monotonic() + 60
+        while look(folder).word != "running" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        state = look(folder).state
+        if state and state.server:
+            state.server.send(9)
+
+    threading.Thread(target=kill).start()
+    code = cli.main("serve", {"recipe": "tiny", "foreground": True}, recipes=home)
+    out = capsys.readouterr()
+    assert code == 7
+    assert "READY" in out.out
+    assert "SIGKILL" in out.err

@@ -1,0 +1,171 @@
+"""The real llama-server with the real model: it is served, proven, and leaves nothing."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bakehouse.context import Context
+from bakehouse.engines.llamacpp import evidence
+from bakehouse.errors import NotHealthy
+from bakehouse.probe.prove import prove
+from bakehouse.recipe.model import Probe
+from bakehouse.serve.bring import Order, bring_up
+from bakehouse.serve.control import folders, look, stop
+from bakehouse.serve.proof import Prove
+from tests.support.serving import Notes, agree, left_of, order
+
+pytestmark = [pytest.mark.integration, pytest.mark.engine]
+
+QUESTIONS = Probe.model_validate(
+    {
+        "request": {"max_tokens": 16},
+        "facts": {
+            "questions": [
+                {"ask": "What is 2+2? Answer with a number.", "answers": ["4", "four"]},
+                {"ask": "What is the opposite of hot?", "answers": ["cold"]},
+                {"ask": "The capital of France is", "answers": ["Paris"], "mode": "completion"},
+            ]
+        },
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(context: Context) -> Iterator[None]:
+    yield
+    for folder in folders(context.places):
+        stop(folder)
+        assert not left_of(context, folder.name)
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Notes:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return Notes(folder)
+
+
+@pytest.fixture
+def real(context: Context, llama_server: Path, smollm2: Path) -> Callable[..., Order]:
+    def make(*flags: str, **serve: object) -> Order:
+        command = (str(llama_server), "-m", str(smollm2), "-c", "1024", "-t", "2", *flags)
+        return order(context, command=command, model=str(smollm2), ready=60.0, **serve)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def questions(context: Context) -> Prove:
+    return lambda endpoint: prove(context, endpoint, QUESTIONS)
+
+
+def test_it_is_served_proven_and_proven_again(
+    context: Context, notes: Notes, real: Callable[..., Order], questions: Prove
+) -> None:
+    wanted = real("-fa", "on", slots=2)
+    ready = bring_up(context, wanted, questions, notes)
+    seen = {c.id: c.observed for c in notes.seen}
+    assert all(c.passed for c in notes.seen)
+    assert seen["context"] == "1024 (512 + 512)"
+    assert seen["flash-attention"] == "enabled"
+    assert ready.server.port
+    models = context.http.ask("GET", f"{ready.server.url}/v1/models").json()
+    assert models["data"][0]["id"] == "fake"  # the name, and not the nonce, is the model's id
+    metrics = context.http.ask("GET", f"{ready.server.url}/metrics").text
+    assert evidence.metrics(metrics)["llamacpp:tokens_predicted_total"] > 0
+    again = bring_up(context, wanted, questions, notes)
+    assert again.again
+    assert again.server.process == ready.server.process
+    stopped = stop(ready.server.folder)
+    assert stopped.ran
+    assert not stopped.killed
+
+
+def test_speculation_that_is_asked_for_is_on(
+    context: Context, notes: Notes, real: Callable[..., Order]
+) -> None:
+    bring_up(context, real("--spec-type", "ngram-simple"), agree, notes)
+    assert next(c for c in notes.seen if c.id == "speculation").observed == "true"
+
+
+def test_speculation_without_a_drafter_is_seen(
+    context: Context, notes: Notes, real: Callable[..., Order]
+) -> None:
+    with pytest.raises(NotHealthy):
+        bring_up(context, real("--spec-type", "draft-simple"), agree, notes)
+    assert [c.id for c in notes.seen if not c.passed] == ["speculation"]
+
+
+def test_layers_on_a_gpu_that_is_not_there(
+    context: Context, notes: Notes, real: Callable[..., Order]
+) -> None:
+    with pytest.raises(NotHealthy):
+        bring_up(context, real("-ngl", "99"), agree, notes)
+    assert "gpu-layers" in {c.id for c in notes.seen if not c.passed}
+
+
+def test_a_key_guards_it(context: Context, notes: Notes, real: Callable[..., Order]) -> None:
+    ready = bring_up(context, real(key="sekret-key-1"), agree, notes)
+    assert context.http.ask("GET", f"{ready.server.url}/v1/models").status == 401
+    assert next(c for c in notes.seen if c.id == "key").passed
+
+
+def test_the_users_own_settings_do_not_reach_it(
+    context: Context, notes: Notes, real: Callable[..., Order], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    config = tmp_path / ".config" / "llama.cpp"
+    config.mkdir(parents=True)
+    (config / "config.ini").write_text("[*]\nctx-size = 256\n")
+    user = {"HOME": str(tmp_path), "LLAMA_ARG_PORT": "1", "LLAMA_ARG_CTX_SIZE": "256"}
+    ctx = Context(context.places, context.recipes, {**context.environment, **user})
+    bring_up(ctx, real(), agree, notes)
+    assert next(c for c in notes.seen if c.id == "context").observed == "1024 (1024)"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--no-such-flag",), "invalid argument"),
+        (("-m", "/nowhere/x.gguf"), "failed to open GGUF file"),
+    ],
+)
+def test_what_it_cannot_do_is_said_with_the_line_of_its_log(
+    context: Context, notes: Notes, real: Callable[..., Order], flags: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(NotHealthy) as caught:
+        bring_up(context, real(*flags), agree, notes)
+    assert "exited by itself with 1" in caught.value.what
+    assert words in str(caught.value.where)
+
+
+def test_a_fixed_port_is_used_and_a_second_server_on_it_is_refused(
+    context: Context, notes: Notes, real: Callable[..., Order]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ready = bring_up(context, real(port=port), agree, notes)
+    assert ready.server.port == port
+    assert look(ready.server.folder).state
+    bring_up(context, real(port=port), agree, notes)
+
+
+def test_killed_it_is_recorded_as_killed(
+    context: Context, notes: Notes, real: Callable[..., Order]
+) -> None:
+    ready = bring_up(context, real(), agree, notes)
+    ready.server.process.send(signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while look(ready.server.folder).word != "ended":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ended = look(ready.server.folder).state
+    assert ended is not None
+    assert ended.ended is not None
+    assert "SIGKILL" in ended.ended.says

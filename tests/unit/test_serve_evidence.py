@@ -1,0 +1,129 @@
+"""What the engine's endpoints and log say; every field may be missing or of another type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bakehouse.checks import Verdict
+from bakehouse.engines.llamacpp import evidence
+from bakehouse.engines.llamacpp.server import Features
+
+MODELS = {
+    "models": [{"name": "n", "capabilities": ["completion", "multimodal"]}],
+    "data": [{"id": "n", "aliases": ["n", "~bakehouse-1"]}],
+}
+PROPS = {"model_path": "/w/x.gguf", "build_info": "b1-abc", "chat_template": "x", "total_slots": 2}
+SLOTS = [{"n_ctx": 512, "speculative": True}, {"n_ctx": 512, "speculative": True}]
+LOG = [
+    "load_tensors: offloaded 31/31 layers to GPU",
+    "llama_context: flash_attn            = auto",
+    "resolve_fused_ops: Flash Attention enabled",
+]
+ALL = Features(
+    name="n", model_path="/w/x.gguf", build_info="b1-abc", slots=2, context=1024, chat=True,
+    multimodal=True, speculation="draft-mtp", gpu_layers=99, flash_attn="on",
+)  # fmt: skip
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+def judged(asked: Features = ALL, **changed: Any) -> dict[str, Verdict]:
+    given_ = {"models": MODELS, "props": PROPS, "slots": SLOTS, "log": LOG, **changed}
+    return {c.id: c.verdict for c in evidence.judge(asked, **given_)}
+
+
+def test_a_server_that_has_all_passes_each_check() -> None:
+    seen = judged()
+    assert set(seen) == {
+        "model-name", "model-loaded", "model-path", "slots", "no-config-file", "build", "context",
+        "chat-template", "multimodal", "speculation", "gpu-layers", "flash-attention",
+    }  # fmt: skip
+    assert set(seen.values()) == {Verdict.PASSED}
+
+
+@pytest.mark.parametrize(
+    ("changed", "id_", "verdict"),
+    [
+        ({"models": {"data": [{"id": "other"}]}}, "model-name", "failed"),
+        ({"models": {}}, "model-name", "unknown"),
+        ({"models": {"data": []}}, "model-loaded", "failed"),
+        ({"props": {**PROPS, "role": "router"}}, "model-loaded", "failed"),
+        ({"props": {**PROPS, "model_path": "/w/y.gguf"}}, "model-path", "failed"),
+        ({"props": {}}, "model-path", "unknown"),
+        ({"props": {**PROPS, "build_info": "b1-abd"}}, "build", "failed"),
+        ({"props": {**PROPS, "build_info": 7}}, "build", "unknown"),
+        ({"props": {**PROPS, "chat_template": ""}}, "chat-template", "unknown"),
+        ({"slots": SLOTS[:1]}, "slots", "failed"),
+        ({"slots": SLOTS[:1]}, "context", "failed"),
+        ({"slots": None}, "slots", "unknown"),
+        ({"slots": [{"n_ctx": 512}, {}]}, "context", "unknown"),
+        ({"slots": [{"speculative": True}, {"speculative": False}]}, "speculation", "failed"),
+        ({"slots": [{}, {}]}, "speculation", "unknown"),
+        ({"models": {**MODELS, "models": [{"capabilities": ["completion"]}]}}, "multimodal",
+         "failed"),
+        ({"models": {"data": MODELS["data"]}}, "multimodal", "unknown"),
+        ({"log": ["load_tensors: offloaded 12/31 layers to GPU"]}, "gpu-layers", "failed"),
+        ({"log": []}, "gpu-layers", "unknown"),
+        ({"log": ["llama_context: flash_attn = disabled"]}, "flash-attention", "failed"),
+        ({"log": ["llama_context: flash_attn = auto"]}, "flash-attention", "unknown"),
+        ({"log": []}, "no-config-file", "unknown"),
+        ({"log": ["using config file: /etc/llama.cpp/config.ini"]}, "no-config-file", "failed"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_or_other_does_not_pass(
+    changed: dict[str, Any], id_: str, verdict: str
+) -> None:
+    assert judged(**changed)[id_] == verdict
+
+
+@given(models=json_values, props=json_values, slots=json_values)
+def test_no_answer_breaks_the_judge_and_nothing_passes_by_accident(
+    models: Any, props: Any, slots: Any
+) -> None:
+    seen = judged(models=models, props=props, slots=slots, log=[])
+    passed = {id_ for id_, verdict in seen.items() if verdict is Verdict.PASSED}
+    assert passed <= {"slots"}
+
+
+def test_attention_that_is_to_be_off() -> None:
+    off = ALL.model_copy(update={"flash_attn": "off"})
+    assert judged(off)["flash-attention"] == "failed"
+    assert judged(off, log=["llama_context: flash_attn = disabled"])["flash-attention"] == "passed"
+
+
+def test_a_unified_cache_gives_each_slot_all() -> None:
+    whole = [{"n_ctx": 1024, "speculative": True}] * 2
+    assert judged(slots=whole)["context"] == "passed"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "ok"),
+    [
+        (200, {"status": "ok"}, True),
+        (200, {"status": "no slot available"}, False),
+        (200, None, False),
+        (200, [], False),
+        (503, {"status": "ok"}, False),
+    ],
+)
+def test_health_is_this_engines_own_yes(status: int, body: Any, ok: bool) -> None:
+    assert evidence.health_ok(status, body) is ok
+
+
+def test_metrics_and_stages_are_read() -> None:
+    text = "# HELP x y\nllamacpp:tokens_predicted_total 12\nllamacpp:bad x\n\nllamacpp:rate 0.5\n"
+    assert evidence.metrics(text) == {
+        "llamacpp:tokens_predicted_total": 12.0,
+        "llamacpp:rate": 0.5,
+    }
+    assert evidence.stage("srv    load_model: loading model '/w'") == "opening the model"
+    assert evidence.stage("cmn  common_init_: warming up the model") == "warming up"
+    assert evidence.stage("anything else") is None

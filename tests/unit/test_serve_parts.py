@@ -1,0 +1,222 @@
+"""Silence, sockets, ends in words, tails, state: the parts around a server, each by itself."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from bakehouse.serve import oom
+from bakehouse.serve import state as states
+from bakehouse.serve.activity import Reading, Silence, read_activity, tells
+from bakehouse.serve.listeners import holder, listeners, overlapping, owned, parse
+from bakehouse.serve.processes import Process, command_of, start_time
+from bakehouse.serve.ready import url_of
+from bakehouse.serve.state import Ended, Spec, State
+from bakehouse.serve.watch import Tail, available_memory
+
+TABLE = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 111 1
+   1: 00000000:0050 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 222 1
+   2: 0100007F:1F90 0100007F:9C40 01 00000000:00000000 00:00000000 00000000     0        0 333 1
+   3: nonsense
+"""
+TABLE6 = """\
+  sl  local_address                         remote_address                        st ...
+   0: 00000000000000000000000001000000:1F90 00000000000000000000000000000000:0000 0A 0:0 0:0 0 0 0 4
+   1: 00000000000000000000000000000000:0050 00000000000000000000000000000000:0000 0A 0:0 0:0 0 0 0 5
+   2: 0000000000000000FFFF00000100007F:2328 00000000000000000000000000000000:0000 0A 0:0 0:0 0 0 0 6
+"""
+little_endian = pytest.mark.skipif(sys.byteorder != "little", reason="the table is little-endian")
+
+
+@little_endian
+def test_listening_sockets_are_read_from_both_tables() -> None:
+    found = [(str(one), one.inode) for one in parse(TABLE)]
+    assert found == [("127.0.0.1:8080", 111), ("0.0.0.0:80", 222)]
+    assert [str(one) for one in parse(TABLE6)] == ["[::1]:8080", "[::]:80", "[::ffff:7f00:1]:9000"]
+
+
+@little_endian
+@pytest.mark.parametrize(
+    ("host", "port", "inodes"),
+    [
+        ("127.0.0.1", 8080, {111}),
+        ("0.0.0.0", 8080, {111}),
+        ("::1", 8080, {4}),
+        ("::", 8080, {111, 4}),
+        ("192.0.2.1", 8080, set()),
+        ("192.0.2.1", 80, {222, 5}),
+        ("::1", 80, {5}),
+        ("127.0.0.1", 9000, {6}),
+        ("127.0.0.1", 81, set()),
+    ],
+)
+def test_addresses_that_overlap(host: str, port: int, inodes: set[int]) -> None:
+    met = overlapping((*parse(TABLE), *parse(TABLE6)), host, port)
+    assert {one.inode for one in met} == inodes
+
+
+def test_our_own_socket_is_found_with_its_holder() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        (mine,) = [one for one in owned([os.getpid()]) if one.port == port]
+        assert str(mine.address) == "127.0.0.1"
+        assert mine in listeners()
+        found = holder([mine.inode])
+    assert found is not None
+    assert found[0] == os.getpid()
+
+
+def silent_for(*looks: tuple[float, Reading, list[str], int]) -> float:
+    silence = Silence(since=0.0)
+    return [silence.look(*look) for look in looks][-1]
+
+
+def test_silence_grows_while_nothing_is_read_and_nothing_is_said() -> None:
+    still = Reading(calls=100, disk=5, mapped=7)
+    assert silent_for((1.0, still, [], 0), (61.0, still, [], 0)) == 60.0
+
+
+@pytest.mark.parametrize("field", ["calls", "disk", "mapped"])
+def test_any_byte_that_is_read_ends_the_silence(field: str) -> None:
+    grown = Reading(**{field: 1})
+    assert silent_for((50.0, Reading(), [], 0), (60.0, grown, [], 0)) == 0.0
+
+
+def test_what_our_own_questions_cause_is_no_sign_of_life() -> None:
+    echo = ["GET /health 503", "   "]
+    assert silent_for((60.0, Reading(calls=4096 * 5), echo, 5)) == 60.0
+    assert silent_for((60.0, Reading(calls=4096 * 5 + 1), [], 5)) == 0.0
+    assert tells("load_tensors: loading")
+
+
+def test_activity_of_processes_is_summed_and_the_gone_add_nothing(tmp_path: Path) -> None:
+    for pid, number in ((7, 10), (8, 5)):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "io").write_text(f"rchar: {number}\nread_bytes: {number * 2}\n")
+        (tmp_path / str(pid) / "status").write_text(f"Name:\tx\nRssFile:\t  {number} kB\n")
+    seen = read_activity([7, 8, 9], tmp_path)
+    assert seen == Reading(calls=15, disk=30, mapped=15 * 1024)
+    assert seen.loaded == 15 * 1024
+
+
+@pytest.mark.parametrize(
+    ("code", "why", "killed", "words"),
+    [
+        (0, "exited", None, "exited by itself with 0"),
+        (127, "exited", None, "not found"),
+        (-4, "exited", None, "SIGILL: an instruction that this CPU does not have"),
+        (-9, "exited", True, "SIGKILL: the kernel ended it because memory had run out"),
+        (-9, "exited", None, "SIGKILL: somebody ended it, or the kernel"),
+        (-6, "exited", None, "SIGABRT: it gave up by itself"),
+        (-7, "exited", None, "SIGBUS: a memory fault"),
+        (-64, "exited", None, "died of S"),
+        (None, "exited", None, "nobody saw how"),
+        (-15, "stopped", None, "stopped as asked"),
+        (-9, "memory", None, "less than 256 MiB of memory"),
+    ],
+)
+def test_an_end_in_words(code: int | None, why: str, killed: bool | None, words: str) -> None:
+    assert words in oom.explain(code, why, killed, 256 << 20)
+
+
+def test_kills_by_the_kernel_are_counted_in_both_kinds_of_control_group(tmp_path: Path) -> None:
+    group = tmp_path / "cgroup"
+    for text, file in (("0::/a\n", "a/memory.events"),
+                       ("9:cpu:/\n4:memory:/b\n", "memory/b/memory.oom_control")):  # fmt: skip
+        group.write_text(text)
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text("low 0\noom_kill 3\n")
+        assert oom.cgroup_kills(group, tmp_path) == 3
+    assert oom.cgroup_kills(tmp_path / "none", tmp_path) == 0
+    assert oom.KILLED.findall(b"Out of memory: Killed process 12 (llama-server) x") == [b"12"]
+
+
+def test_a_tail_gives_whole_lines_and_survives_truncation(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    tail = Tail(log)
+    assert tail.lines() == []
+    log.write_bytes(b"one\r\ntw")
+    assert tail.lines() == ["one"]
+    with log.open("ab") as file:
+        file.write(b"o\n\xff\n")
+    assert tail.lines() == ["two", "\ufffd"]
+    log.write_bytes(b"new\n")
+    assert tail.lines() == ["new"]
+
+
+def test_memory_that_can_be_had(tmp_path: Path) -> None:
+    info = tmp_path / "meminfo"
+    info.write_text("MemFree: 1 kB\nMemAvailable:   2048 kB\n")
+    assert available_memory(info) == 2048 * 1024
+    assert available_memory(tmp_path / "none") is None
+
+
+def test_a_process_is_more_than_its_number() -> None:
+    me = Process.of(os.getpid())
+    assert me is not None
+    assert me.alive
+    assert me.command == command_of(os.getpid())
+    other = Process(me.pid, me.start + 1)
+    assert not other.alive
+    assert not other.send(0)
+    assert me.send(0)
+    assert start_time(2**22 + 1) is None
+
+
+def state() -> State:
+    return State(
+        name="n", nonce="0123456789abcdef", phase="ended", boot="b", argv=("a", "b"),
+        host="::1", port=1, plan="p", started="s", stop_timeout=2.0, keeper=Process(5, 6),
+        ended=Ended("t", "exited", 0, "says"), findings=({"id": "x"},),
+    )  # fmt: skip
+
+
+def test_a_state_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    folder = tmp_path / "n"
+    folder.mkdir()
+    assert states.read(folder) is None
+    states.write(folder, state())
+    assert states.read(folder) == state()
+    assert states.path(folder).stat().st_mode & 0o777 == 0o600
+    assert [f.name for f in folder.iterdir()] == ["state.json"]
+    spec = Spec(state(), {"A": "b"}, "/", 1, "llama.cpp")
+    assert Spec.from_json(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"phase": "ended"', '"phase": "gone"'),
+        ('"pid": 5', '"pid": 1'),
+        ('"pid": 5', '"pid": "x"'),
+        ('"port": 1', '"port": 70000'),
+        ('"nonce": "0123456789abcdef"', '"nonce": ""'),
+        ('"name": "n"', '"name": "m"'),
+        ('"host": "::1"', '"host": null'),
+        ('"stop_timeout": 2.0', '"stop_timeout": 1e99'),
+        ('"schema": 1', '"schema": 2'),
+        ('"port": 1,', ""),
+        ('"plan": "p"', '"plan": "p", "more": 1'),
+    ],
+)
+def test_a_state_that_was_edited_is_not_believed(tmp_path: Path, old: str, new: str) -> None:
+    folder = tmp_path / "n"
+    folder.mkdir()
+    states.write(folder, state())
+    text = states.path(folder).read_text()
+    assert old in text
+    states.path(folder).write_text(text.replace(old, new))
+    with pytest.raises(states.Unreadable):
+        states.read(folder)
+
+
+def test_where_a_server_is_asked() -> None:
+    assert url_of("0.0.0.0", 1) == "http://127.0.0.1:1"
+    assert url_of("::", 1) == "http://[::1]:1"
+    assert url_of("192.0.2.1", 1) == "http://192.0.2.1:1"
