@@ -1,0 +1,199 @@
+"""One scanner for finished logs and for a live tail.
+
+Most lines of a log are others of the same kind with other numbers. So a block of lines is reduced
+to shapes (lower-case words, digits gone) in one pass of the interpreter's own C code, shapes that
+are known to hold no signature's rarest word are dropped by set arithmetic, and only what is left
+meets a regular expression. Memory is bounded whatever the log holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from bakehouse.signatures.catalogue import Catalogue, Signature, catalogue
+from bakehouse.signatures.judge import Hit, judge, within
+from bakehouse.signatures.model import Finding
+from bakehouse.signatures.pattern import shape
+from bakehouse.signatures.text import message, printable, without_colours
+
+_BLOCK = 1 << 18
+"""Bytes of whole lines that are looked at in one go."""
+_LINE = 1 << 16
+"""Bytes of one line that are looked at in one go; a longer line is taken in pieces."""
+_OVERLAP = 1 << 10
+_REMEMBERED = 1 << 23
+"""Bytes of shapes to remember, of each kind."""
+
+
+class Scanner:
+    """Reads a log as it comes and says at any time what it shows.
+
+    `feed` takes one line, `feed_bytes` data cut anywhere; both give the ids that show for the
+    first time, so that a live tail asks for `findings` only when there is something new.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: str | None = None,
+        stage: str | None = None,
+        known: Catalogue | None = None,
+    ) -> None:
+        self._catalogue = known or catalogue(engine)
+        self._stage = stage
+        self._hits: dict[str, Hit] = {}
+        self._new: list[str] = []
+        self._clean: set[bytes] = set()
+        self._clean_size = 0
+        self._hot: dict[bytes, tuple[Signature, ...]] = {}
+        self._hot_size = 0
+        self._rest = b""
+        self.lines = 0
+        """Whole lines read so far."""
+
+    def feed(self, line: str | bytes) -> tuple[str, ...]:
+        """Read one line, with or without its newline."""
+        data = line.encode(errors="replace") if isinstance(line, str) else line
+        return self.feed_bytes(data.rstrip(b"\r\n") + b"\n")
+
+    def feed_bytes(self, data: bytes) -> tuple[str, ...]:
+        """Read data as it comes from a file or pipe; an unfinished last line waits for its end."""
+        for start in range(0, len(data), _BLOCK):
+            self._take(data[start : start + _BLOCK])
+        new, self._new = tuple(self._new), []
+        return new
+
+    def findings(self) -> tuple[Finding, ...]:
+        """Give what the log shows so far, first cause first."""
+        return judge(self._catalogue.rows, self._hits, self._stage, complete=False)
+
+    def finish(self) -> tuple[Finding, ...]:
+        """Take the log as complete and give what it shows, first cause first."""
+        if self._rest:
+            self._block(self._rest, whole=True)
+            self._rest = b""
+        return judge(self._catalogue.rows, self._hits, self._stage, complete=True)
+
+    def _take(self, data: bytes) -> None:
+        data = self._rest + data if self._rest else data
+        end = data.rfind(b"\n") + 1
+        if end:
+            self._block(data[: end - 1], whole=True)
+        rest = data[end:]
+        while len(rest) > _LINE:
+            self._block(rest[:_LINE], whole=False)
+            rest = rest[_LINE - _OVERLAP :]
+        self._rest = rest
+
+    def _block(self, data: bytes, *, whole: bool) -> None:
+        """Look at lines, or (not `whole`) at a piece of a line that goes on."""
+        text = without_colours(data)
+        if b"\r" in text:
+            text = text.replace(b"\r\n", b"\n").rstrip(b"\r")
+        if b"\r" in text:
+            self._overwritten(text, whole=whole)
+            return
+        count = self._look(text, self.lines + 1, step=1)
+        self.lines += count if whole else 0
+
+    def _overwritten(self, text: bytes, *, whole: bool) -> None:
+        """Progress bars draw one line over and over: each drawing counts as text of that line."""
+        lines = text.split(b"\n")
+        for offset, line in enumerate(lines):
+            self._look(line.replace(b"\r", b"\n"), self.lines + offset + 1, step=0)
+        self.lines += len(lines) if whole else 0
+
+    def _look(self, text: bytes, first: int, *, step: int) -> int:
+        """Match what has to be matched in lines numbered from `first`; give how many they are."""
+        shapes = shape(text).split(b"\n")
+        hot = self._hot_among(set(shapes))
+        if hot:
+            lines = text.split(b"\n")
+            for offset, seen in enumerate(shapes):
+                if seen in hot:
+                    self._match(first + step * offset, lines[offset], hot[seen])
+        return len(shapes)
+
+    def _hot_among(self, shapes: set[bytes]) -> dict[bytes, tuple[Signature, ...]]:
+        """Give the shapes that may show a signature, and which."""
+        left = shapes - self._clean
+        if not left:
+            return {}
+        hot = {seen: self._hot[seen] for seen in left if seen in self._hot} if self._hot else {}
+        fresh = left - hot.keys() if hot else left
+        if fresh:
+            self._sort(fresh, hot)
+        return hot
+
+    def _sort(self, fresh: set[bytes], hot: dict[bytes, tuple[Signature, ...]]) -> None:
+        known = self._catalogue
+        joined = b"\n".join(fresh)
+        if known.words.isdisjoint(joined.split()):
+            self._remember(fresh, len(joined))
+            return
+        clean = set()
+        for seen in fresh:
+            words = seen.split()
+            if not known.words.isdisjoint(words) and (found := known.candidates(words)):
+                hot[seen] = found
+                self._hot_size += len(seen) + 200
+                if self._hot_size > _REMEMBERED:
+                    self._hot, self._hot_size = {}, 0
+                self._hot[seen] = found
+            else:
+                clean.add(seen)
+        self._remember(clean, len(joined))
+
+    def _remember(self, clean: set[bytes], size: int) -> None:
+        self._clean_size += size + 100 * len(clean)
+        if self._clean_size > _REMEMBERED:
+            self._clean, self._clean_size = set(), 0
+        self._clean |= clean
+
+    def _match(self, line_number: int, data: bytes, candidates: tuple[Signature, ...]) -> None:
+        line = message(data.decode(errors="replace"))
+        explained = False
+        unknown: list[tuple[Signature, dict[str, str]]] = []
+        for signature in candidates:
+            caught = _caught(signature, line)
+            if caught is None:
+                continue
+            if signature.row.role == "unknown":
+                unknown.append((signature, caught))
+                continue
+            explained = explained or signature.row.role != "fact"
+            self._hit(signature.row.id, line_number, line, caught)
+        if not explained:
+            for signature, caught in unknown[:1]:
+                self._hit(signature.row.id, line_number, line, caught)
+
+    def _hit(self, id_: str, line_number: int, line: str, caught: dict[str, str]) -> None:
+        hit = self._hits.get(id_)
+        if hit is None:
+            self._hits[id_] = Hit(
+                line_number, printable(line), caught, last=line_number, latest=caught
+            )
+            self._new.append(id_)
+        elif hit.last != line_number:
+            hit.count += 1
+            hit.last = line_number
+            hit.latest = caught
+
+
+def _caught(signature: Signature, line: str) -> dict[str, str] | None:
+    """Give what the template caught, None where it does not match or a bound does not hold."""
+    found = signature.template.regex.search(line)
+    if found is None:
+        return None
+    caught = {name: value for name, value in found.groupdict().items() if value is not None}
+    return caught if within(signature.row.where, caught) else None
+
+
+def scan(
+    lines: Iterable[str | bytes], *, engine: str | None = None, stage: str | None = None
+) -> tuple[Finding, ...]:
+    """Judge a finished log, given as lines: the findings, first cause first."""
+    scanner = Scanner(engine=engine, stage=stage)
+    for line in lines:
+        scanner.feed(line)
+    return scanner.finish()

@@ -1,0 +1,57 @@
+"""Log lines as people and templates want them: no colours, no logger's prefix, no surprises."""
+
+from __future__ import annotations
+
+import re
+
+from bakehouse.redact import clean
+
+_ANSI = re.compile(
+    rb"(?:\x1b|\\u001b|\\x1b|\\033)"
+    rb"(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b\n]{0,200}(?:\x07|\x1b\\)|[()][A-Z0-9])",
+    re.IGNORECASE,
+)
+
+_PREFIX = re.compile(
+    r"""\s*(?:
+      \d{1,4}\.\d\d\.\d{3}\.\d{3}\s+[DIWEFT](?=\s)                          # llama.cpp
+    | (?:INFO|WARNING|ERROR|DEBUG|CRITICAL)\s+\d\d-\d\d\s[\d:.]+\s\[[^\]\s]{1,80}\]  # vLLM
+    | \((?:EngineCore|APIServer|Worker|VllmWorker|Engine|pid)[^()]{0,60}\)  # vLLM's processes
+    | (?:ERROR|WARNING|INFO|CRITICAL)(?=\s+\[[\w.]+\.py:\d+\])
+    | \[[\w.]+\.py:\d+\]
+    | \[?\d{4}[-/]\d\d[-/]\d\d[T\ ]\d\d:\d\d:\d\d(?:[.,]\d+)?\s?(?:Z|[+-]\d\d:?\d\d|UTC)?\]?:?
+    | (?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)?\s?[A-Z][a-z]{2}\s{1,2}\d{1,2}\s\d\d:\d\d:\d\d
+      (?:\.\d+)?\s[\w.:-]{1,64}\s[\w./@-]{1,64}(?:\[\d+\])?:                # syslog, journald
+    | \[\s{0,8}\d+\.\d{6}\]                                                 # the kernel's ring
+    | \[[A-Z][a-z]{2}\s[A-Z][a-z]{2}\s{1,2}\d{1,2}\s[\d:]{8}\s\d{4}\]
+    | \#\d+\s\d+\.\d+                                                       # BuildKit
+    | [\w.-]{1,64}\s{1,20}\|(?=\s)                                          # Compose
+    | <\d{1,2}>                                                             # syslog priority
+    )(?:\s|(?=<))\s{0,200}""",
+    re.VERBOSE,
+)
+_SHOWN = 500
+
+
+def without_colours(data: bytes) -> bytes:
+    """Take terminal escapes out, also those that a JSON logger wrote as backslash, u001b."""
+    if b"\x1b" in data or b"u001b" in data or b"U001B" in data or b"\\x1b" in data:
+        return _ANSI.sub(b"", data)
+    return data
+
+
+def message(line: str) -> str:
+    """Take off what loggers, Docker, journald and the kernel put before a message."""
+    position = 0
+    for _ in range(6):
+        found = _PREFIX.match(line, position)
+        if not found:
+            break
+        position = found.end()
+    return line[position:].lstrip()
+
+
+def printable(line: str) -> str:
+    """Make one line safe to print: controls escaped, at most 500 characters."""
+    cut = line if len(line) <= _SHOWN else line[: _SHOWN - 1] + "…"
+    return clean(cut.replace("\t", " ").strip(), one_line=True)
