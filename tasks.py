@@ -210,9 +210,9 @@ def probe(
 
 
 @_task(
-    file="the log to read",
-    engine="llama.cpp or vllm, where it is known",
-    stage="configure, build, fetch, patch, launch, load, ready, probe or steady, where it is known",
+    file="the log to read, plain or gzipped; - reads standard input",
+    engine="llama.cpp, vllm, cmake, docker or git, where it is known",
+    stage="such as configure, build, launch, load, ready or steady, where it is known",
 )
 def diagnose(
     _: Context,

@@ -77,7 +77,7 @@ def build(rows: Iterable[Row]) -> Catalogue:
 
 def read(path: Path) -> list[Row]:
     """Read one data file; strict, so that a misspelt key is an error."""
-    from ruamel.yaml import YAML  # noqa: PLC0415 - only who scans a log pays for it
+    from ruamel.yaml import YAML  # only who scans a log pays for it
 
     return [Row.model_validate(entry) for entry in YAML(typ="safe").load(path)]
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from bakehouse.signatures.model import BAD, Comparison, Finding, Row, Severity
 
@@ -49,16 +50,21 @@ def within(where: Mapping[str, str], caught: Mapping[str, str]) -> bool:
     )
 
 
-def _holds(text: str, bound: str, caught: Mapping[str, str]) -> bool:
-    found = _BOUND.fullmatch(bound)
+@lru_cache(maxsize=256)
+def bound(text: str) -> tuple[bool, str, str]:
+    """Read `< 10` or `version < 11.7`: whether versions are meant, the relation, the limit."""
+    found = _BOUND.fullmatch(text)
     if not found:
-        raise ValueError(f"'{bound}' is not a bound; write for example \"< 10\"")
-    limit = caught.get(found[3], found[3])
-    if found[1]:
-        return _ordered(version(text), found[2], version(limit))
-    if found[2] in {"==", "!="} and not limit[:1].isdigit():
-        return (text.lower() == limit.lower()) == (found[2] == "==")
-    return _ordered(number(text), found[2], number(limit))
+        raise ValueError(f"'{text}' is not a bound; write for example \"< 10\"")
+    return found[1] is not None, found[2], found[3]
+
+
+def _holds(text: str, limited: str, caught: Mapping[str, str]) -> bool:
+    versions, relation, limit = bound(limited)
+    limit = caught.get(limit, limit)
+    if versions:
+        return _ordered(version(text), relation, version(limit))
+    return _ordered(number(text), relation, number(limit))
 
 
 def _ordered(left: float | tuple[int, ...], relation: str, right: float | tuple[int, ...]) -> bool:

@@ -27,6 +27,9 @@ _PART = re.compile(
 )
 _AGAIN = r"(?:(?P<syllable>[^\W\d_]{3,12}?)(?P=syllable){3,}|(?P<sign>[?!@G])(?P=sign){15,})"
 _REPEAT = {"n": r"[-+]?\d[\d.,]*", "w": r"\S{1,300}?", "*": r".{0,240}?", "again": _AGAIN}
+_OPEN = {rf"(?:{_REPEAT['w']})": r"(?<=\S)", rf"(?:{_REPEAT['*']})": ""}
+_CLOSE = {rf"(?:{_REPEAT['w']})": r"(?=\S)", rf"(?:{_REPEAT['*']})": ""}
+"""An open end costs nothing where only its presence matters."""
 _QUOTE = r"\\?[\"'`\u2018\u2019\u201c\u201d]"
 
 
@@ -42,11 +45,18 @@ def words_of(literal: str) -> list[bytes]:
 
 @dataclass(frozen=True)
 class Template:
-    """A parsed template; `words` are those that any line it matches must hold."""
+    """A parsed template."""
 
     text: str
     expression: str
     words: frozenset[bytes]
+    """Words that any line it matches must hold."""
+    anchored: bool
+    """Whether it begins at the start of a message, so that prefixes have to come off first."""
+    alike: bool
+    """Whether lines of one shape all match if one does: no digit is named."""
+    strict: bool
+    """Whether a line of the same shape may match where this one did not: numbers or ends count."""
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
@@ -56,43 +66,43 @@ class Template:
 
 def parse(text: str) -> Template:
     """Read a template; ValueError names what is wrong with it."""
-    body = text
-    start, end = body.startswith("^"), body.endswith("$") and not body.endswith("\\$")
-    body = body[1:] if start else body
-    body = body[:-1] if end else body
-    pieces: list[str] = []
-    literals: list[str] = []
-    """Runs of literal text; NUL stands where a placeholder touches them."""
-    for match in _PART.finditer(body):
-        escaped, kind, name, choice, space, quote, plain = match.groups()
-        if kind:
-            inner = _REPEAT[kind]
-            pieces.append(f"(?P<{name}>{inner})" if name else f"(?:{inner})")
-            literals.append("\0")
-        elif choice is not None:
-            pieces.append(f"(?:{'|'.join(_literal(option) for option in choice.split('|'))})")
-            literals.append("\0")
-        elif space:
-            pieces.append(r"\s+")
-            literals.append(" ")
-        elif quote:
-            pieces.append(_QUOTE)
-            literals.append(" ")
-        else:
-            pieces.append(re.escape(escaped or plain))
-            literals.append(escaped or plain)
-    if not pieces:
+    start, end = text.startswith("^"), text.endswith("$") and not text.endswith("\\$")
+    body = text[1 if start else 0 : -1 if end else None]
+    parts = [_part(found) for found in _PART.finditer(body)]
+    if not parts:
         raise ValueError(f"the template '{text}' is empty")
-    expression = "".join(pieces)
-    if start:
-        expression = r"\A" + expression
-    elif literals[0].isalnum():
-        expression = r"(?<![A-Za-z0-9])" + expression
-    if end:
-        expression += r"\s*\Z"
-    elif literals[-1].isalnum():
-        expression += r"(?![A-Za-z0-9])"
-    return Template(text, expression, _required("".join(literals)))
+    pieces = [piece for piece, _ in parts]
+    literal = "".join(plain for _, plain in parts)
+    if not start:
+        pieces[0] = _OPEN.get(pieces[0], pieces[0])
+        if literal[0].isalnum():
+            pieces.insert(0, r"(?<![A-Za-z0-9])")
+    if not end:
+        pieces[-1] = _CLOSE.get(pieces[-1], pieces[-1])
+        if literal[-1].isalnum():
+            pieces.append(r"(?![A-Za-z0-9])")
+    digits = any(c.isdigit() for c in text)
+    return Template(
+        text,
+        (r"\A" if start else "") + "".join(pieces) + (r"\s*\Z" if end else ""),
+        words=_required(literal),
+        anchored=start,
+        alike=not digits,
+        strict=start or end or digits or "<n" in text,
+    )
+
+
+def _part(found: re.Match[str]) -> tuple[str, str]:
+    """Give a part's regular expression, and its literal text (NUL for a placeholder)."""
+    escaped, kind, name, choice, space, quote, plain = found.groups()
+    if kind:
+        inner = _REPEAT[kind]
+        return (f"(?P<{name}>{inner})" if name else f"(?:{inner})"), "\0"
+    if choice is not None:
+        return f"(?:{'|'.join(_literal(option) for option in choice.split('|'))})", "\0"
+    if space or quote:
+        return (r"\s+" if space else _QUOTE), " "
+    return re.escape(escaped or plain), escaped or plain
 
 
 def spellings(text: str) -> tuple[Template, ...]:

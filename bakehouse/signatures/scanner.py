@@ -8,7 +8,8 @@ meets a regular expression. Memory is bounded whatever the log holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 from bakehouse.signatures.catalogue import Catalogue, Signature, catalogue
 from bakehouse.signatures.judge import Hit, judge, within
@@ -23,6 +24,17 @@ _LINE = 1 << 16
 _OVERLAP = 1 << 10
 _REMEMBERED = 1 << 23
 """Bytes of shapes to remember, of each kind."""
+
+
+class Known(NamedTuple):
+    """What is known of the lines of one shape."""
+
+    sure: tuple[str, ...]
+    """Rows that every such line shows."""
+    open: tuple[Signature, ...]
+    """Signatures that each such line may show or not."""
+    settled: bool
+    """Whether a line of the shape has been seen."""
 
 
 class Scanner:
@@ -45,7 +57,7 @@ class Scanner:
         self._new: list[str] = []
         self._clean: set[bytes] = set()
         self._clean_size = 0
-        self._hot: dict[bytes, tuple[Signature, ...]] = {}
+        self._hot: dict[bytes, Known] = {}
         self._hot_size = 0
         self._rest = b""
         self.lines = 0
@@ -111,10 +123,18 @@ class Scanner:
             lines = text.split(b"\n")
             for offset, seen in enumerate(shapes):
                 if seen in hot:
-                    self._match(first + step * offset, lines[offset], hot[seen])
+                    number = first + step * offset
+                    hot[seen] = self._match(number, lines[offset], hot[seen])
+            self._keep(hot)
         return len(shapes)
 
-    def _hot_among(self, shapes: set[bytes]) -> dict[bytes, tuple[Signature, ...]]:
+    def _keep(self, hot: dict[bytes, Known]) -> None:
+        self._hot_size += sum(len(seen) + 200 for seen in hot if seen not in self._hot)
+        if self._hot_size > _REMEMBERED:
+            self._hot, self._hot_size = {}, 0
+        self._hot.update(hot)
+
+    def _hot_among(self, shapes: set[bytes]) -> dict[bytes, Known]:
         """Give the shapes that may show a signature, and which."""
         left = shapes - self._clean
         if not left:
@@ -125,7 +145,7 @@ class Scanner:
             self._sort(fresh, hot)
         return hot
 
-    def _sort(self, fresh: set[bytes], hot: dict[bytes, tuple[Signature, ...]]) -> None:
+    def _sort(self, fresh: set[bytes], hot: dict[bytes, Known]) -> None:
         known = self._catalogue
         joined = b"\n".join(fresh)
         if known.words.isdisjoint(joined.split()):
@@ -135,11 +155,7 @@ class Scanner:
         for seen in fresh:
             words = seen.split()
             if not known.words.isdisjoint(words) and (found := known.candidates(words)):
-                hot[seen] = found
-                self._hot_size += len(seen) + 200
-                if self._hot_size > _REMEMBERED:
-                    self._hot, self._hot_size = {}, 0
-                self._hot[seen] = found
+                hot[seen] = Known((), found, settled=False)
             else:
                 clean.add(seen)
         self._remember(clean, len(joined))
@@ -150,29 +166,27 @@ class Scanner:
             self._clean, self._clean_size = set(), 0
         self._clean |= clean
 
-    def _match(self, line_number: int, data: bytes, candidates: tuple[Signature, ...]) -> None:
-        line = message(data.decode(errors="replace"))
-        explained = False
-        unknown: list[tuple[Signature, dict[str, str]]] = []
-        for signature in candidates:
-            caught = _caught(signature, line)
-            if caught is None:
-                continue
-            if signature.row.role == "unknown":
-                unknown.append((signature, caught))
-                continue
-            explained = explained or signature.row.role != "fact"
-            self._hit(signature.row.id, line_number, line, caught)
-        if not explained:
-            for signature, caught in unknown[:1]:
-                self._hit(signature.row.id, line_number, line, caught)
+    def _match(self, line_number: int, data: bytes, known: Known) -> Known:
+        """Count what a line shows; give what is known of its shape after that."""
+        for id_ in known.sure:
+            self._hit(id_, line_number, data, {})
+        if not known.open:
+            return known
+        line = data.decode(errors="replace")
+        body = message(line) if any(s.template.anchored for s in known.open) else line
+        caught = {s: found for s in known.open if (found := _caught(s, line, body)) is not None}
+        telling = [s for s in caught if s.row.role not in {"unknown", "fact"}]
+        explained = bool(known.sure or telling)
+        for signature, values in caught.items():
+            if signature.row.role != "unknown" or not explained:
+                self._hit(signature.row.id, line_number, data, values)
+        return known if known.settled else _settled(known.open, caught.keys(), telling)
 
-    def _hit(self, id_: str, line_number: int, line: str, caught: dict[str, str]) -> None:
+    def _hit(self, id_: str, line_number: int, data: bytes, caught: dict[str, str]) -> None:
         hit = self._hits.get(id_)
         if hit is None:
-            self._hits[id_] = Hit(
-                line_number, printable(line), caught, last=line_number, latest=caught
-            )
+            line = printable(message(data.decode(errors="replace")))
+            self._hits[id_] = Hit(line_number, line, caught, last=line_number, latest=caught)
             self._new.append(id_)
         elif hit.last != line_number:
             hit.count += 1
@@ -180,9 +194,24 @@ class Scanner:
             hit.latest = caught
 
 
-def _caught(signature: Signature, line: str) -> dict[str, str] | None:
+def _settled(
+    tried: tuple[Signature, ...], shown: Collection[Signature], telling: list[Signature]
+) -> Known:
+    """Learn from one line what holds for all of its shape, so that they need no expression."""
+    sure = [s for s in telling if s.template.alike and not s.row.where]
+    left = [
+        s
+        for s in tried
+        if s not in sure and (s in shown or s.template.strict or s.row.where)
+        if not (sure and s.row.role == "unknown")
+    ]
+    return Known(tuple(dict.fromkeys(s.row.id for s in sure)), tuple(left), settled=True)
+
+
+def _caught(signature: Signature, line: str, body: str) -> dict[str, str] | None:
     """Give what the template caught, None where it does not match or a bound does not hold."""
-    found = signature.template.regex.search(line)
+    template = signature.template
+    found = template.regex.search(body if template.anchored else line)
     if found is None:
         return None
     caught = {name: value for name, value in found.groupdict().items() if value is not None}

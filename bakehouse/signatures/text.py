@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from bakehouse.redact import clean
@@ -42,6 +43,7 @@ def without_colours(data: bytes) -> bytes:
 
 def message(line: str) -> str:
     """Take off what loggers, Docker, journald and the kernel put before a message."""
+    line = _unwrapped(line) if line.startswith('{"') else line
     position = 0
     for _ in range(6):
         found = _PREFIX.match(line, position)
@@ -49,6 +51,19 @@ def message(line: str) -> str:
             break
         position = found.end()
     return line[position:].lstrip()
+
+
+def _unwrapped(line: str) -> str:
+    """Give the text of a line that a logger wrote as a JSON object."""
+    try:
+        wrapped = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    if isinstance(wrapped, dict):
+        for name in ("log", "msg", "message", "MESSAGE"):
+            if isinstance(wrapped.get(name), str):
+                return str(wrapped[name]).rstrip("\n")
+    return line
 
 
 def printable(line: str) -> str:

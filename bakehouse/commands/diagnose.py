@@ -1,0 +1,154 @@
+"""`invoke diagnose`: what a CMake, build, server or container log says, first cause first."""
+
+from __future__ import annotations
+
+import gzip
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+from bakehouse.context import Context
+from bakehouse.errors import HostError, NotFound, UsageError
+from bakehouse.outcome import Outcome
+from bakehouse.signatures import ENGINES, STAGES, Finding, Scanner, exit_code
+
+_CHUNK = 1 << 18
+_GZIP = b"\x1f\x8b"
+_SAMPLE = 8192
+_KINDS = {
+    b"GGUF": "a GGUF model",
+    b"\x7fELF": "a program",
+    b"PK\x03\x04": "a zip archive",
+    b"\x28\xb5\x2f\xfd": "a file compressed with zstd",
+    b"\xfd7zX": "a file compressed with xz",
+    b"BZh": "a file compressed with bzip2",
+    b"\xff\xfe": "UTF-16 text",
+    b"\xfe\xff": "UTF-16 text",
+    b"\x89PNG": "a picture",
+    b"%PDF": "a PDF document",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of the task; `file` is a path, or `-` for standard input."""
+
+    file: str
+    engine: str | None = None
+    stage: str | None = None
+
+
+def run(_: Context, options: Options) -> Outcome:
+    """Judge one log. Exit 7 for anything fatal, 8 for silent corruption or a lost feature."""
+    engine = _one_of("engine", options.engine, ENGINES)
+    stage = _one_of("stage", options.stage, STAGES)
+    scanner = Scanner(engine=engine, stage=stage)
+    with _opened(options.file) as log:
+        size = 0
+        try:
+            while data := log.read(_CHUNK):
+                if size == 0:
+                    _must_be_text(data, options.file)
+                size += len(data)
+                scanner.feed_bytes(data)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UsageError(
+                f"{_named(options.file)} is a damaged gzip file: {error}",
+                where=f"after {size} bytes of text",
+                hint="unpack what can be saved with `zcat FILE > log` and give that",
+            ) from None
+        except OSError as error:
+            raise HostError(
+                f"{_named(options.file)} cannot be read: {error.strerror or error}",
+                where=f"after {size} bytes",
+            ) from None
+    if not size:
+        raise UsageError(
+            f"{_named(options.file)} is empty, so it says nothing, neither good nor bad",
+            hint="a server's log is on its standard error: redirect both (`> log 2>&1`)",
+        )
+    findings = scanner.finish()
+    result = {
+        "file": options.file,
+        "engine": engine,
+        "stage": stage,
+        "lines": scanner.lines,
+        "findings": [finding.to_data() for finding in findings],
+    }
+    return Outcome(result, _text(findings, scanner.lines), exit=exit_code(findings))
+
+
+def _one_of(flag: str, value: str | None, known: tuple[str, ...]) -> str | None:
+    if value is None or value in known:
+        return value
+    raise UsageError(f"--{flag} {value} is not known", hint=f"one of {', '.join(known)}")
+
+
+def _named(file: str) -> str:
+    return "standard input" if file == "-" else file
+
+
+@contextmanager
+def _opened(file: str) -> Iterator[IO[bytes]]:
+    """Open a log, also a gzipped one. Raises NotFound, UsageError or HostError."""
+    if file == "-":
+        if sys.stdin is None or sys.stdin.isatty():
+            raise UsageError(
+                "standard input is a terminal, not a log", hint="pipe one in: `… 2>&1 | invoke …`"
+            )
+        yield sys.stdin.buffer
+        return
+    path = Path(file).expanduser()
+    if path.is_dir():
+        raise UsageError(f"{file} is a folder", hint="give the log file inside it")
+    try:
+        raw = path.open("rb")
+    except FileNotFoundError:
+        raise NotFound(f"there is no file {file}", hint="`-` reads standard input") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise HostError(f"{file} cannot be opened: {reason}") from None
+    with raw:
+        packed = raw.peek(2)[:2] == _GZIP if path.is_file() else False
+        yield cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
+
+
+def _must_be_text(head: bytes, file: str) -> None:
+    kind = next((kind for magic, kind in _KINDS.items() if head.startswith(magic)), None)
+    if kind is None and head[:_SAMPLE].count(0) > len(head[:_SAMPLE]) // 100:
+        kind = "a binary file"
+    if kind:
+        hint = "convert it with iconv -f utf-16 -t utf-8" if "UTF" in kind else "give a log as text"
+        raise UsageError(f"{_named(file)} is {kind}, not a log", hint=hint)
+
+
+def _text(findings: tuple[Finding, ...], lines: int) -> str:
+    if not findings:
+        return (
+            f"nothing known to be bad in {lines} lines\n"
+            "That is no proof: only answers to known questions are (`invoke probe`)."
+        )
+    return "\n\n".join([*map(_paragraph, findings), _summary(findings, lines)])
+
+
+def _paragraph(finding: Finding) -> str:
+    often = f", {finding.count:,} lines" if finding.count > 1 else ""
+    return "\n".join(
+        (
+            f"{finding.severity.upper()} {finding.id} ({finding.stage}{often})",
+            f"  line {finding.line_number}: {finding.line}",
+            f"  cause: {finding.cause}",
+            f"  mend:  {finding.mend}",
+        )
+    )
+
+
+def _summary(findings: tuple[Finding, ...], lines: int) -> str:
+    bad = [finding for finding in findings if finding.bad]
+    if not bad:
+        return f"nothing bad in {lines} lines; {len(findings)} kinds of line explained above"
+    return f"first cause: {bad[0].id}, line {bad[0].line_number} of {lines}"
