@@ -19,6 +19,7 @@ from bakehouse.signatures import ENGINES, STAGES, Finding, Scanner, exit_code
 _CHUNK = 1 << 18
 _GZIP = b"\x1f\x8b"
 _SAMPLE = 8192
+_CONTROLS = bytes(code for code in range(32) if code not in b"\a\b\t\n\v\f\r\x1b")
 _KINDS = {
     b"GGUF": "a GGUF model",
     b"\x7fELF": "a program",
@@ -48,24 +49,7 @@ def run(_: Context, options: Options) -> Outcome:
     stage = _one_of("stage", options.stage, STAGES)
     scanner = Scanner(engine=engine, stage=stage)
     with _opened(options.file) as log:
-        size = 0
-        try:
-            while data := log.read(_CHUNK):
-                if size == 0:
-                    _must_be_text(data, options.file)
-                size += len(data)
-                scanner.feed_bytes(data)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UsageError(
-                f"{_named(options.file)} is a damaged gzip file: {error}",
-                where=f"after {size} bytes of text",
-                hint="unpack what can be saved with `zcat FILE > log` and give that",
-            ) from None
-        except OSError as error:
-            raise HostError(
-                f"{_named(options.file)} cannot be read: {error.strerror or error}",
-                where=f"after {size} bytes",
-            ) from None
+        size = _feed(scanner, log, options.file)
     if not size:
         raise UsageError(
             f"{_named(options.file)} is empty, so it says nothing, neither good nor bad",
@@ -80,6 +64,36 @@ def run(_: Context, options: Options) -> Outcome:
         "findings": [finding.to_data() for finding in findings],
     }
     return Outcome(result, _text(findings, scanner.lines), exit=exit_code(findings))
+
+
+def _feed(scanner: Scanner, log: IO[bytes], file: str) -> int:
+    """Read all of a log; give its bytes. Raises UsageError where it is none, or HostError.
+
+    Zeros at the start are skipped: a log that was cut while it was written begins with them.
+    """
+    size, judged = 0, False
+    try:
+        while data := log.read(_CHUNK):
+            size += len(data)
+            text = data if judged else data.lstrip(b"\0")
+            if text and not judged:
+                _must_be_text(data if data.startswith(tuple(_KINDS)) else text, file)
+                judged = True
+            scanner.feed_bytes(text)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UsageError(
+            f"{_named(file)} is a damaged gzip file: {error}",
+            where=f"after {size} bytes of text",
+            hint="unpack what can be saved with `zcat FILE > log` and give that",
+        ) from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise HostError(
+            f"{_named(file)} cannot be read: {reason}", where=f"after {size} bytes"
+        ) from None
+    if size and not judged:
+        raise UsageError(f"{_named(file)} holds nothing but zeros")
+    return size
 
 
 def _one_of(flag: str, value: str | None, known: tuple[str, ...]) -> str | None:
@@ -119,7 +133,8 @@ def _opened(file: str) -> Iterator[IO[bytes]]:
 
 def _must_be_text(head: bytes, file: str) -> None:
     kind = next((kind for magic, kind in _KINDS.items() if head.startswith(magic)), None)
-    if kind is None and head[:_SAMPLE].count(0) > len(head[:_SAMPLE]) // 100:
+    sample = head[:_SAMPLE]
+    if kind is None and len(sample) - len(sample.translate(None, _CONTROLS)) > len(sample) // 50:
         kind = "a binary file"
     if kind:
         hint = "convert it with iconv -f utf-16 -t utf-8" if "UTF" in kind else "give a log as text"

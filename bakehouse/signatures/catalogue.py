@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -57,7 +57,7 @@ class Catalogue:
 
 
 def build(rows: Iterable[Row]) -> Catalogue:
-    """Index rows; ValueError for a double id, a dangling reference or a template without words."""
+    """Index rows; ValueError for a double id or a template without words."""
     known: dict[str, Row] = {}
     index: dict[bytes, list[Signature]] = {}
     for row in rows:
@@ -67,12 +67,17 @@ def build(rows: Iterable[Row]) -> Catalogue:
         for template in (template for text in row.pattern for template in spellings(text)):
             anchor = max(template.words, key=lambda word: (word not in _COMMON, len(word), word))
             index.setdefault(anchor, []).append(Signature(row, template))
-    for row in known.values():
-        for name in (*row.needs, *row.unless):
-            if name not in known:
-                raise ValueError(f"{row.id} refers to '{name}', which no row is called")
     frozen = {word: tuple(found) for word, found in index.items()}
     return Catalogue(known, frozen, frozenset(frozen))
+
+
+def resolve(rows: Collection[Row]) -> None:
+    """ValueError where a row refers to one that there is not."""
+    ids = {row.id for row in rows}
+    for row in rows:
+        for name in (*row.needs, *row.unless):
+            if name not in ids:
+                raise ValueError(f"{row.id} refers to '{name}', which no row is called")
 
 
 def read(path: Path) -> list[Row]:
@@ -96,4 +101,5 @@ def wanted(row: Row, engine: str | None) -> bool:
 def catalogue(engine: str | None = None) -> Catalogue:
     """Give all rows that can show in this engine's log; read from disk once a process."""
     rows = [row for path in sorted(FOLDER.glob("*.yaml")) for row in read(path)]
+    resolve(rows)
     return build(row for row in rows if wanted(row, engine))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -154,7 +154,7 @@ def judge(
         if unknown:
             first = min(unknown, key=lambda j: j.hit.line_number)
             judged[judged.index(first)] = _Judged(first.row, first.hit, Severity.FATAL)
-    judged.sort(key=_order)
+    judged.sort(key=_order(judged))
     return tuple(_finding(j, stage) for j in judged)
 
 
@@ -167,12 +167,23 @@ def _is(judged: _Judged, role: str) -> bool:
     return judged.row.role == role and judged.severity is Severity.FATAL
 
 
-def _order(judged: _Judged) -> tuple[int, int]:
-    if judged.severity in BAD:
-        rank = 1 if judged.row.role == "consequence" else 0
-    else:
-        rank = 3 if judged.severity is Severity.HARMLESS else 2
-    return rank, judged.hit.line_number
+_BELOW = 8
+"""Lines within which a message that we know explains one that only says `error`."""
+
+
+def _order(judged: list[_Judged]) -> Callable[[_Judged], tuple[int, float]]:
+    known = [j.hit.line_number for j in judged if j.severity in BAD and j.row.role == "cause"]
+
+    def key(one: _Judged) -> tuple[int, float]:
+        line = one.hit.line_number
+        if one.severity in BAD:
+            if one.row.role == "unknown":
+                below = [other for other in known if line <= other <= line + _BELOW]
+                return 0, max(below) + 0.5 if below else line
+            return (1 if one.row.role == "consequence" else 0), line
+        return (3 if one.severity is Severity.HARMLESS else 2), line
+
+    return key
 
 
 def _finding(judged: _Judged, stage: str | None) -> Finding:

@@ -15,7 +15,7 @@ from bakehouse.signatures.catalogue import Catalogue, Signature, catalogue
 from bakehouse.signatures.judge import Hit, judge, within
 from bakehouse.signatures.model import Finding
 from bakehouse.signatures.pattern import shape
-from bakehouse.signatures.text import message, printable, without_colours
+from bakehouse.signatures.text import decoded, message, printable, without_colours
 
 _BLOCK = 1 << 18
 """Bytes of whole lines that are looked at in one go."""
@@ -172,7 +172,7 @@ class Scanner:
             self._hit(id_, line_number, data, {})
         if not known.open:
             return known
-        line = data.decode(errors="replace")
+        line = decoded(data)
         body = message(line) if any(s.template.anchored for s in known.open) else line
         caught = {s: found for s in known.open if (found := _caught(s, line, body)) is not None}
         telling = [s for s in caught if s.row.role not in {"unknown", "fact"}]
@@ -185,13 +185,16 @@ class Scanner:
     def _hit(self, id_: str, line_number: int, data: bytes, caught: dict[str, str]) -> None:
         hit = self._hits.get(id_)
         if hit is None:
-            line = printable(message(data.decode(errors="replace")))
+            line = printable(message(decoded(data)))
             self._hits[id_] = Hit(line_number, line, caught, last=line_number, latest=caught)
             self._new.append(id_)
         elif hit.last != line_number:
             hit.count += 1
             hit.last = line_number
             hit.latest = caught
+        else:  # another spelling of the same row in the same line may have caught more
+            hit.latest = {**caught, **hit.latest}
+            hit.caught = {**caught, **hit.caught} if line_number == hit.line_number else hit.caught
 
 
 def _settled(

@@ -43,7 +43,6 @@ def without_colours(data: bytes) -> bytes:
 
 def message(line: str) -> str:
     """Take off what loggers, Docker, journald and the kernel put before a message."""
-    line = _unwrapped(line) if line.startswith('{"') else line
     position = 0
     for _ in range(6):
         found = _PREFIX.match(line, position)
@@ -53,8 +52,11 @@ def message(line: str) -> str:
     return line[position:].lstrip()
 
 
-def _unwrapped(line: str) -> str:
-    """Give the text of a line that a logger wrote as a JSON object."""
+def decoded(data: bytes) -> str:
+    """Give a line's text, also where a logger wrapped it into a JSON object."""
+    line = data.decode(errors="replace")
+    if not line.startswith('{"'):
+        return line
     try:
         wrapped = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,0 +1,215 @@
+"""The scanner itself: finished logs and live tails alike, any cut, any size, any bytes."""
+
+from __future__ import annotations
+
+import random
+import resource
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bakehouse.signatures import Finding, Scanner, scan
+from bakehouse.signatures.pattern import shape
+from bakehouse.signatures.text import message, printable
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+OOM = b"ggml_backend_cuda_buffer_type_alloc_buffer: allocating 4870.12 MiB on device 0: cudaMalloc"
+OOM += b" failed: out of memory"
+LOG = b"\n".join(
+    [b"one", b"\x1b[31m" + OOM + b"\x1b[0m", b"three\r", b"Killed\r", b"", OOM, b"last"]
+)
+
+
+def _ids(findings: tuple[Finding, ...]) -> list[tuple[str, int, int]]:
+    return [(f.id, f.line_number, f.count) for f in findings]
+
+
+EXPECTED = [("cuda-alloc-failed", 2, 2), ("process-killed", 4, 1)]
+
+
+def test_a_list_of_lines_a_live_tail_and_a_block_agree() -> None:
+    tail, block = Scanner(), Scanner()
+    for line in LOG.split(b"\n"):
+        tail.feed(line)
+    block.feed_bytes(LOG)
+
+    assert _ids(scan(LOG.decode().split("\n"))) == EXPECTED
+    assert _ids(tail.finish()) == EXPECTED
+    assert _ids(block.finish()) == EXPECTED
+    assert tail.lines == block.lines == 7
+
+
+@given(st.lists(st.integers(0, len(LOG)), max_size=12))
+@settings(max_examples=100, deadline=None)
+def test_data_may_be_cut_anywhere(cuts: list[int]) -> None:
+    scanner = Scanner()
+    places = [0, *sorted(cuts), len(LOG)]
+    for start, end in pairwise(places):
+        scanner.feed_bytes(LOG[start:end])
+
+    assert _ids(scanner.finish()) == EXPECTED
+
+
+@given(st.binary(max_size=3000))
+@settings(max_examples=200, deadline=None)
+def test_any_bytes_are_read_without_a_fault(data: bytes) -> None:
+    scanner = Scanner()
+    scanner.feed_bytes(data)
+
+    for finding in scanner.finish():
+        assert finding.line.isprintable()
+
+
+def test_feed_names_what_shows_for_the_first_time() -> None:
+    scanner = Scanner()
+
+    assert scanner.feed("all is well") == ()
+    assert scanner.feed(OOM) == ("cuda-alloc-failed",)
+    assert scanner.feed(OOM) == ()
+    assert [f.id for f in scanner.findings()] == ["cuda-alloc-failed"]
+
+
+def test_a_growing_log_is_not_judged_for_what_the_next_line_may_refute() -> None:
+    scanner = Scanner()
+    for _ in range(3):
+        scanner.feed("srv  log_server_r: request: GET /health 127.0.0.1 503")
+
+    assert scanner.findings() == ()
+    assert [f.id for f in scanner.finish()] == ["health-never-ready"]
+    scanner.feed("0.00.542.209 I srv  llama_server: model loaded")
+    assert scanner.finish() == ()
+
+
+def test_corroboration_may_come_later() -> None:
+    scanner = Scanner()
+    scanner.feed("warning: no usable GPU found, --gpu-layers option will be ignored")
+    before = [f.severity for f in scanner.findings()]
+    scanner.feed("ggml_cuda_init: found 1 CUDA devices (Total VRAM: 8150 MiB):")
+
+    assert before == ["lost"]
+    assert [f.severity for f in scanner.findings()] == ["harmless"]
+
+
+def test_progress_bars_that_overwrite_themselves_are_one_line() -> None:
+    bar = b"".join(b"Loading: %d%%\r" % n for n in range(100))
+    scanner = Scanner()
+    scanner.feed_bytes(b"first\n" + bar + OOM + b"\r\nthird\n" + OOM + b"\n")
+
+    assert _ids(scanner.finish()) == [("cuda-alloc-failed", 2, 2)]
+
+
+@pytest.mark.parametrize("filler", [b"x", b"failed ", b"\x00", b"\r", b"\x1b[0m", b"error: "])
+def test_a_line_without_end_is_read_through_in_bounded_memory(filler: bytes) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    scanner = Scanner()
+    block = (filler * (1 << 18))[: 1 << 18]
+    started = time.process_time()
+    for _ in range(80):
+        scanner.feed_bytes(block)
+    scanner.feed_bytes(b" " + OOM + b" ")
+    for _ in range(4):
+        scanner.feed_bytes(block)
+
+    assert ("cuda-alloc-failed", 1, 1) in _ids(scanner.finish())
+    assert time.process_time() - started < 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "kilobytes"
+
+
+def test_many_different_lines_do_not_fill_memory() -> None:
+    choice = random.Random(3)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    scanner = Scanner()
+    for _ in range(100):
+        words = (bytes(choice.choices(b"abcdefgh", k=9)) for _ in range(2000))
+        scanner.feed_bytes(b"failed to ".join(words) + b"\n" + b"\nerror ".join([b"q"] * 99))
+
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 96 << 10, "kilobytes"
+
+
+def test_lines_of_one_shape_are_still_told_apart_by_their_numbers() -> None:
+    findings = scan(
+        [
+            "load_tensors: offloaded 33/33 layers to GPU",
+            "draft acceptance = 0.50000 (50 accepted / 100 generated)",
+            "draft acceptance = 0.01000 (1 accepted / 100 generated)",
+            "draft acceptance = 0.60000 (60 accepted / 100 generated)",
+            "draft acceptance = 0.02000 (2 accepted / 100 generated)",
+        ]
+    )
+
+    assert _ids(findings) == [("draft-acceptance-floor", 3, 2)]
+
+
+def test_a_known_shape_keeps_counting() -> None:
+    lines = [f"E llama_decode[{n % 7}] returned -{n % 3 + 1}" for n in range(5000)]
+
+    assert _ids(scan(lines)) == [("draft-head-failing", 1, 5000)]
+
+
+def test_an_unknown_error_becomes_the_cause_only_when_the_engine_dies_of_it() -> None:
+    lines = ["(EngineCore pid=1) ERROR 01-01 00:00:00 [core.py:1] OSError: nobody knows"]
+
+    alive = scan(lines)
+    dead = scan([*lines, "RuntimeError: Engine core initialization failed. See root cause above."])
+
+    assert [(f.id, f.severity) for f in alive] == [("python-exception", "degraded")]
+    assert [(f.id, f.severity) for f in dead] == [
+        ("python-exception", "fatal"),
+        ("engine-core-failed", "fatal"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "0.00.147.118 E ",
+        "2026-01-02T03:04:05.678Z ",
+        "[2026-01-02 03:04:05,678] ",
+        "Jan  2 03:04:05 host kernel: ",
+        "(APIServer pid=1) INFO 01-02 03:04:05 [api.py:12] ",
+        "vllm-1  | ",
+        "[ 1234.567890] ",
+        "vllm-1  | 2026-01-02T03:04:05Z (EngineCore pid=7) ERROR 01-02 03:04:05 [core.py:9] ",
+    ],
+)
+def test_what_loggers_put_before_a_message_comes_off(prefix: str) -> None:
+    assert message(prefix + "Killed") == "Killed"
+
+
+def test_what_looks_like_a_prefix_and_is_the_message_stays() -> None:
+    for line in ("srv  load_model: loading", "error: x", "| a | table |", "CMake Error at x:1"):
+        assert message(line) == line.lstrip()
+
+
+def test_shown_lines_cannot_steer_a_terminal() -> None:
+    shown = printable("a\x1b]0;title\x07b\u202ec" + "x" * 2000)
+
+    assert shown.isprintable()
+    assert len(shown) < 600
+
+
+@given(st.text(max_size=200))
+def test_the_shape_of_a_line_has_no_case_and_no_digits(text: str) -> None:
+    data = text.encode(errors="replace")
+
+    assert shape(data) == shape(data.upper()) if text.isascii() else True
+    assert not any(48 <= byte <= 57 for byte in shape(data))
+    assert shape(data).count(b"\n") == data.count(b"\n")
+
+
+def test_importing_the_room_is_cheap() -> None:
+    code = (
+        "import sys, bakehouse.signatures; "
+        "print([m for m in ('requests', 'rich', 'ruamel.yaml', 'structlog') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+
+    assert done.stdout.strip() == "[]"
