@@ -1,0 +1,148 @@
+"""Faults of weight files that a header shows before a server spends minutes on them. Pure checks.
+
+Each is something that llama.cpp finds late (exit 1 at load) or never (wrong answers at full speed).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bakehouse.checkpoints.files import read_paths
+from bakehouse.checkpoints.whole import Checkpoint
+from bakehouse.checks import Check, check
+from bakehouse.errors import BakehouseError
+
+ARCHITECTURE_TABLE = "src/llama-arch.cpp"
+"""Where a llama.cpp source tree names the architectures that it knows."""
+NOT_TEXT = {"clip": "a projector", "mmproj": "a projector"}
+TEMPLATE_FLAGS = ("--chat-template", "--chat-template-file")
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """What the weight files of all roles are, and what was found wrong."""
+
+    checkpoints: Mapping[str, Checkpoint]
+    checks: tuple[Check, ...]
+
+
+def architectures_in(source: str) -> frozenset[str]:
+    """Architecture names in llama.cpp's own table; empty where `source` holds no such table."""
+    table = re.search(r"LLM_ARCH_NAMES\s*=\s*\{(.*?)\n\};", source, re.DOTALL)
+    if table is None:
+        return frozenset()
+    names = re.findall(r"\{\s*LLM_ARCH_\w+\s*,\s*\"([^\"]+)\"\s*\}", table[1])
+    return frozenset(names) - {"(unknown)"}
+
+
+def inspect(
+    files: Mapping[str, Sequence[Path]],
+    *,
+    architectures: frozenset[str] | None = None,
+    chat: bool = True,
+    argv: Sequence[str] = (),
+) -> Inspected:
+    """Read the headers of every role's files and judge them; never raises for a bad file.
+
+    `architectures` are those that the pinned source knows, where that could be read; `chat` says
+    whether chat requests will be made, `argv` the server's command (it may bring a template).
+    """
+    found: dict[str, Checkpoint] = {}
+    checks: list[Check] = []
+    for role, paths in files.items():
+        where = str(paths[0]) if paths else role
+        expected = "whole weight files that belong together"
+        try:
+            found[role] = read_paths(paths)
+        except BakehouseError as error:
+            observed = f"{error.what} ({error.hint})" if error.hint else error.what
+            checks.append(
+                check(f"{role}-files", expected, observed, error.where or where, ok=False)
+            )
+            continue
+        made = found[role]
+        seen = f"{len(made.files)} files, {made.size} bytes, {made.parameters} parameters"
+        checks.append(check(f"{role}-files", expected, seen, where, ok=True))
+    if (model := found.get("model")) and model.format == "gguf":
+        checks += gguf_checks(model, architectures=architectures, chat=chat, argv=argv)
+        if projector := found.get("projector"):
+            checks.append(projector_check(model, projector))
+    return Inspected(found, tuple(checks))
+
+
+def gguf_checks(
+    model: Checkpoint,
+    *,
+    architectures: frozenset[str] | None,
+    chat: bool,
+    argv: Sequence[str] = (),
+) -> tuple[Check, ...]:
+    """Judge a language model's GGUF by its metadata."""
+    where = model.files[0].name
+    made = [_architecture(model.shape.architecture, architectures, where)]
+    if model.metadata.get("tokenizer.ggml.model") == "gpt2":
+        pre = model.metadata.get("tokenizer.ggml.pre")
+        observed = repr(pre) if pre else "no tokenizer.ggml.pre: an old converter made the file"
+        made.append(
+            check("model-pre-tokenizer", "the file names its pre-tokenizer", observed, where,
+                  ok=bool(pre))
+        )  # fmt: skip
+    if chat:
+        given = next((a for a in argv if a.split("=")[0] in TEMPLATE_FLAGS), None)
+        own = bool(model.metadata.get("tokenizer.chat_template"))
+        observed = "in the file" if own else f"by {given}" if given else (
+            "none: the engine would fall back to a template of its own"
+        )  # fmt: skip
+        made.append(
+            check("model-chat-template", "a chat template, since chat is used", observed, where,
+                  ok=own or given is not None)
+        )  # fmt: skip
+    return tuple(made)
+
+
+def _architecture(name: str, known: frozenset[str] | None, where: str) -> Check:
+    expected = "a language model's architecture that the pinned source knows"
+    if not name:
+        observed: str | None = "no general.architecture: part of another pipeline, not a model"
+        ok: bool | None = False
+    elif name in NOT_TEXT:
+        observed, ok = f"'{name}': {NOT_TEXT[name]}, which belongs to weights.projector", False
+    elif not known:
+        observed, ok = f"'{name}'; the source's table could not be read", None
+    elif name not in known:
+        observed = f"'{name}' is not among the {len(known)} that this source knows"
+        observed, ok = observed + ": a newer pin or a patch is needed", False
+    else:
+        observed, ok = f"'{name}'", True
+    return check("model-architecture", expected, observed, where, ok=ok)
+
+
+def projector_check(model: Checkpoint, projector: Checkpoint) -> Check:
+    """Whether a projector makes vectors of the model's width."""
+    width = model.shape.embedding
+    where = f"{projector.files[0].name} with {model.files[0].name}"
+    expected = f"a projector to the model's embedding of {width}"
+    if projector.shape.architecture not in NOT_TEXT:
+        observed = f"architecture '{projector.shape.architecture}' is no projector's"
+        return check("projector-matches", expected, observed, where, ok=False)
+    widths = {
+        length
+        for tensor in projector.tensors
+        if tensor.name.startswith(("mm.", "mm_", "resampler.", "v.merger.", "a.proj"))
+        for length in tensor.shape
+    }
+    declared = {
+        value
+        for key, value in projector.metadata.items()
+        if key.endswith(".projection_dim") and isinstance(value, int)
+    }
+    if not width or not (widths or declared):
+        return check("projector-matches", expected, None, where, ok=None)
+    if width in widths or (not widths and width in declared):
+        return check("projector-matches", expected, f"{width}", where, ok=True)
+    seen = ", ".join(map(str, sorted(declared or widths)[:6]))
+    observed = f"it projects to {seen}: it belongs to another size of this model"
+    return check("projector-matches", expected, observed, where, ok=False)
