@@ -19,7 +19,9 @@ class Weight:
     size: int
     largest: int
     checkpoint: Checkpoint | None = None
-    source: str = "file sizes in the lock"
+    source: str = "file sizes"
+    figures: ModelShape | None = None
+    """The model's shape where it is known from elsewhere than these files."""
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Weight:
@@ -45,9 +47,9 @@ class Weight:
     @property
     def shape(self) -> ModelShape | None:
         """The model's shape where it is known."""
-        if self.checkpoint is None or not self.checkpoint.shape.layers:
-            return None
-        return self.checkpoint.shape
+        if self.checkpoint is None:
+            return self.figures
+        return self.checkpoint.shape if self.checkpoint.shape.layers else self.figures
 
     def offloaded(self, gpu_layers: int | None) -> int:
         """Bytes of a GGUF that go to the GPU with `-ngl gpu_layers`: the last layers come first.
