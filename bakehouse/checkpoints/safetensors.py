@@ -51,6 +51,9 @@ def read_safetensors(source: ByteSource) -> SafetensorsHeader:
     metadata = entries.pop("__metadata__", {})
     if not _is_text_map(metadata):
         raise _corrupt(source, "its __metadata__ is not a map of text to text")
+    for text in (*entries, *metadata, *metadata.values()):
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise _corrupt(source, f"the name {text[:60]!r} is not text")
     start = 8 + length
     tensors = sorted(
         (_tensor(source, name, entry, start) for name, entry in entries.items()),

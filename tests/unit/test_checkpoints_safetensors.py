@@ -70,6 +70,7 @@ def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
         (raw(b'{"a":{},"a":{}}'), "twice"),
         (raw({"__metadata__": {"a": 1}}), "__metadata__"),
         (raw({"a": 1}), "lacks dtype"),
+        (raw({"\ud800": 1}), "not text"),
         (raw({"a": {"dtype": "F32", "shape": []}}), "lacks dtype"),
         (one(dtype="F128"), "'F128'"),
         (one(dtype=["F32"]), "not known here"),

@@ -1,0 +1,327 @@
+"""A checkpoint rewritten into small shards: streamed by offset, verified by hash, all or nothing.
+
+Output is made in `OUT.part` and renamed to `OUT` last. What is whole in `OUT.part` is kept when
+the same cut is asked for again, and is verified like the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bakehouse.checkpoints.copying import copy_range, forget, sha256_range
+from bakehouse.checkpoints.files import INDEX, check_shards, read_index
+from bakehouse.checkpoints.reader import FileSource
+from bakehouse.checkpoints.safetensors import SafetensorsHeader, read_safetensors
+from bakehouse.checkpoints.shards import Cut, Placed, Shard, cut
+from bakehouse.checkpoints.whole import CheckpointFile
+from bakehouse.errors import CheckpointError, HostError, NotFound, UsageError
+from bakehouse.progress import Bar, Progress
+
+WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
+NOTE = ".bakehouse-reshard.json"
+MARGIN = 64 * 2**20
+"""Bytes of disk that are left free."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input checkpoint: its files, and the tensors to write in the order of the files."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    tensors: tuple[Placed, ...]
+    duplicates: tuple[tuple[Placed, Placed], ...]
+    """Tensors that are in two files: the one that is kept, and the other."""
+    metadata: dict[str, str]
+    index_metadata: dict[str, object]
+    carried: tuple[str, ...]
+    """Other files that go along: configuration, tokenizer, templates."""
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """What was made. Bytes."""
+
+    out: Path
+    cut: Cut
+    verified: int
+    """Tensors whose hash in the output equals that in the input."""
+    carried: tuple[str, ...]
+    duplicates: int
+    reused: int
+    """Shards that an earlier run had finished."""
+
+
+def read_source(folder: Path) -> Source:
+    """Read what is to be resharded. Raises NotFound or CheckpointError."""
+    index_path = folder / INDEX
+    index = read_index(index_path) if index_path.is_file() else None
+    names = sorted(set(index.values())) if index else sorted(
+        p.name for p in folder.glob("*.safetensors")
+    )  # fmt: skip
+    if not names:
+        raise NotFound("there is no safetensors file to reshard", where=str(folder),
+                       hint="give the folder of a safetensors checkpoint")  # fmt: skip
+    paths = tuple(folder / name for name in names)
+    headers = [_header(path) for path in paths]
+    kept: dict[str, Placed] = {}
+    twice: list[tuple[Placed, Placed]] = []
+    for number, header in enumerate(headers):
+        for tensor in header.tensors:
+            placed = Placed(tensor, number)
+            if tensor.name in kept:
+                twice.append((kept[tensor.name], placed))
+            else:
+                kept[tensor.name] = placed
+    files = [
+        CheckpointFile(h.name, h.file_size, tuple(p.tensor for p in kept.values() if p.file == i))
+        for i, h in enumerate(headers)
+    ]
+    if index is not None:
+        doubtful = {kept_one.tensor.name for kept_one, _ in twice}
+        check_shards(files, {k: v for k, v in index.items() if k not in doubtful})
+    metadata = {k: v for header in headers for k, v in header.metadata.items()}
+    return Source(folder, paths, tuple(kept.values()), tuple(twice), metadata,
+                  _index_metadata(index_path), tuple(_others(folder)))  # fmt: skip
+
+
+def _header(path: Path) -> SafetensorsHeader:
+    with FileSource(path) as source:
+        return read_safetensors(source)
+
+
+def _index_metadata(path: Path) -> dict[str, object]:
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_bytes())
+        metadata = found.get("metadata") if isinstance(found, dict) else None
+        return metadata if isinstance(metadata, dict) else {}
+    return {}
+
+
+def _others(folder: Path) -> Iterator[str]:
+    """Files that belong to the checkpoint and hold no weights, in folders below too."""
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(f for f in folders if not f.startswith("."))
+        for name in sorted(names):
+            path = Path(root, name)
+            if name.endswith((*WEIGHTS, ".index.json")) or not path.is_file():
+                continue
+            yield str(path.relative_to(folder))
+
+
+def reshard(folder: Path, out: Path, most: int, progress: Progress) -> Resharded:
+    """Rewrite the checkpoint in `folder` into `out`, shards of at most `most` bytes.
+
+    Raises NotFound, CheckpointError, UsageError, HostError (disk).
+    """
+    _check_places(folder, out)
+    source = read_source(folder)
+    plan = cut(source.tensors, most, source.metadata, source.index_metadata)
+    part = out.with_name(out.name + ".part")
+    with _alone(part), _explained(out):
+        reused = _begin(part, plan)
+        _check_disk(source, part, plan, reused)
+        with _opened(source.files) as inputs:
+            with progress.bar("verifying duplicates", "B") as bar:
+                _check_duplicates(source, inputs, bar)
+            with progress.bar("writing shards", "B") as bar:
+                _write(plan, part, inputs, reused, bar)
+            _carry(source, part)
+            if plan.index is not None:
+                (part / INDEX).write_bytes(plan.index)
+            with progress.bar("verifying", "B") as bar:
+                verified = _verify(plan, part, inputs, bar)
+        (part / NOTE).unlink()
+        part.rename(out)
+    return Resharded(out, plan, verified, source.carried, len(source.duplicates), len(reused))
+
+
+def _check_places(folder: Path, out: Path) -> None:
+    if not folder.is_dir():
+        raise NotFound("there is no such checkpoint folder", where=str(folder),
+                       hint="give the folder that holds the safetensors files")  # fmt: skip
+    if os.path.lexists(out):
+        raise UsageError("the output folder is there already", where=str(out),
+                         hint="name a new folder, or remove that one")  # fmt: skip
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise UsageError("the output would lie inside the checkpoint", where=str(out),
+                         hint="name a folder beside it")  # fmt: skip
+    if not out.parent.is_dir():
+        raise UsageError("the folder that the output would lie in is not there",
+                         where=str(out.parent), hint="make it first")  # fmt: skip
+
+
+@contextmanager
+def _alone(part: Path) -> Iterator[None]:
+    """Keep a second reshard from the same output."""
+    from filelock import FileLock, Timeout  # `plan` passes through this room
+
+    guard = Path(str(part) + ".lock")
+    try:
+        with FileLock(guard, timeout=0):
+            yield
+            guard.unlink(missing_ok=True)
+    except Timeout as error:
+        what = "another reshard writes to this output"
+        raise HostError(what, where=str(part), hint="wait for it to end") from error
+
+
+@contextmanager
+def _explained(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except EOFError as error:
+        hint = "let nothing write to the checkpoint meanwhile"
+        where = str(out)
+        what = "a shard became shorter while it was read"
+        raise CheckpointError(what, where=where, hint=hint) from error
+
+
+@contextmanager
+def _opened(paths: tuple[Path, ...]) -> Iterator[list[int]]:
+    files: list[int] = []
+    try:
+        files += [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
+        yield files
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def _begin(part: Path, plan: Cut) -> set[str]:
+    """Make the folder, or go on in it; the names of the shards that are there whole."""
+    note = part / NOTE
+    with suppress(OSError, ValueError):
+        if json.loads(note.read_bytes()) == {"digest": plan.digest}:
+            return {s.name for s in plan.shards
+                    if (p := part / s.name).is_file() and p.stat().st_size == s.size}  # fmt: skip
+    if note.is_file():
+        shutil.rmtree(part)
+    elif part.exists() and (not part.is_dir() or any(part.iterdir())):
+        raise UsageError("a folder is in the way, and no reshard made it", where=str(part),
+                         hint="move it away, or name another output")  # fmt: skip
+    part.mkdir(exist_ok=True)
+    note.write_text(json.dumps({"digest": plan.digest}))
+    return set()
+
+
+def _check_disk(source: Source, part: Path, plan: Cut, reused: set[str]) -> None:
+    need = sum(shard.size for shard in plan.shards if shard.name not in reused) + MARGIN
+    need += sum((source.folder / name).stat().st_size for name in source.carried)
+    free = shutil.disk_usage(part).free
+    if need > free:
+        raise HostError(
+            f"the disk has {free} bytes free, the shards need {need}", where=str(part.parent),
+            hint="free some space, or name an output on another disk", id="disk-full",
+        )  # fmt: skip
+
+
+def _check_duplicates(source: Source, inputs: list[int], bar: Bar) -> None:
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        bar.update(done)
+
+    for one, other in source.duplicates:
+        same = (one.tensor.type, one.tensor.shape) == (other.tensor.type, other.tensor.shape)
+        if not same or _sum(one, inputs, advance) != _sum(other, inputs, advance):
+            raise CheckpointError(
+                f"the tensor {one.tensor.name!r} is in two files, and differs",
+                where=f"{source.files[one.file]} and {source.files[other.file]}",
+                hint="the checkpoint is broken: which one counts depends on the loader; "
+                "ask its maker",
+                id="checkpoint-duplicate-tensor",
+            )
+
+
+def _sum(placed: Placed, inputs: list[int], on_bytes: Callable[[int], None]) -> str:
+    tensor = placed.tensor
+    return sha256_range(inputs[placed.file], tensor.offset, tensor.size, on_bytes)
+
+
+def _write(plan: Cut, part: Path, inputs: list[int], reused: set[str], bar: Bar) -> None:
+    done, total = 0, plan.size
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        bar.update(done, total)
+
+    for shard in plan.shards:
+        if shard.name in reused:
+            advance(shard.size)
+            continue
+        half = part / (shard.name + ".half")
+        with half.open("wb", buffering=0) as file:
+            file.write(shard.head)
+            for number, offset, length in _runs(shard):
+                copy_range(inputs[number], offset, file.fileno(), length, advance)
+        half.rename(part / shard.name)
+
+
+def _runs(shard: Shard) -> Iterator[tuple[int, int, int]]:
+    """File, offset and length of the stretches that lie together in the input."""
+    run: tuple[int, int, int] | None = None
+    for placed in shard.tensors:
+        tensor = placed.tensor
+        if run and run[0] == placed.file and run[1] + run[2] == tensor.offset:
+            run = (run[0], run[1], run[2] + tensor.size)
+            continue
+        if run:
+            yield run
+        run = (placed.file, tensor.offset, tensor.size)
+    if run:
+        yield run
+
+
+def _carry(source: Source, part: Path) -> None:
+    for name in source.carried:
+        target = part / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.folder / name, target)
+
+
+def _verify(plan: Cut, part: Path, inputs: list[int], bar: Bar) -> int:
+    """Hash every tensor in input and output, both at once. Raises CheckpointError."""
+    done, total, count = 0, sum(p.tensor.size for s in plan.shards for p in s.tensors), 0
+    with ThreadPoolExecutor(2) as pool:
+        for shard in plan.shards:
+            with (part / shard.name).open("rb") as file:
+                os.fsync(file.fileno())
+                if file.read(len(shard.head)) != shard.head:
+                    raise _differs(shard, "its header", part)
+                for placed, offset in zip(shard.tensors, shard.offsets(), strict=True):
+                    tensor = placed.tensor
+                    theirs = pool.submit(_sum, placed, inputs, _nothing)
+                    ours = sha256_range(file.fileno(), offset, tensor.size, _nothing)
+                    if ours != theirs.result():
+                        raise _differs(shard, f"the tensor {tensor.name!r}", part)
+                    count, done = count + 1, done + tensor.size
+                    bar.update(done, total)
+                forget(file.fileno())
+    for number in inputs:
+        forget(number)
+    return count
+
+
+def _nothing(_: int) -> None:
+    """Count no bytes."""
+
+
+def _differs(shard: Shard, what: str, part: Path) -> CheckpointError:
+    with suppress(OSError):
+        (part / shard.name).unlink()
+    return CheckpointError(
+        f"{what} came out different in {shard.name}", where=str(part / shard.name),
+        hint="the disk or the memory is failing, or the input changed meanwhile; run it again, "
+        "that shard is written anew",
+    )  # fmt: skip
