@@ -226,6 +226,54 @@ def diagnose(
     _main("diagnose", json, debug, file=file, engine=engine, stage=stage)
 
 
+@_task(
+    recipe=RECIPE,
+    set_=SET,
+    hub="a repository on the Hugging Face Hub, OWNER/NAME, in place of a recipe",
+    revision="its branch, tag or commit (default: main)",
+    context="tokens that have to fit",
+    host="a machine to plan for: gb10, h200, ..., unified:121GiB, gpu:24GiB, cpu:64GiB",
+    kv_cache="type of the cache, such as f16 or q8_0",
+    speculation="tokens a pass that speculation brings: 1 + accepted / drafts",
+)
+def fit(
+    _: Context,
+    recipe: str | None = None,
+    set_: Flags = None,
+    hub: str | None = None,
+    revision: str | None = None,
+    context: str | None = None,
+    host: str | None = None,
+    kv_cache: str | None = None,
+    speculation: str | None = None,
+    json: bool = False,
+    debug: bool = False,
+) -> None:
+    """Say which quantisations fit a machine, with how much context, and how fast at most."""
+    _main(
+        "fit", json, debug,
+        recipe=recipe, set_=set_, hub=hub, revision=revision, context=context, host=host,
+        kv_cache=kv_cache, speculation=speculation,
+    )  # fmt: skip
+
+
+@_task(
+    checkpoint="the folder of a safetensors checkpoint",
+    out="a new folder for the shards",
+    max_shard="the most that a shard may have, e.g. 4GB or 3.5GiB (default: 4GB)",
+)
+def reshard(
+    _: Context,
+    checkpoint: str | None = None,
+    out: str | None = None,
+    max_shard: str | None = None,
+    json: bool = False,
+    debug: bool = False,
+) -> None:
+    """Rewrite a checkpoint into small shards, verified tensor by tensor."""
+    _main("reshard", json, debug, checkpoint=checkpoint, out=out, max_shard=max_shard)
+
+
 @_task()
 def doctor(_: Context, json: bool = False, debug: bool = False) -> None:
     """Say what this machine has and lacks, and how to mend it."""

@@ -122,7 +122,7 @@ def _ask(ctx: Context, url: str, where: str, max_bytes: int = MAX_LISTING) -> Re
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_result(busy) | tenacity.retry_if_exception_type(Unreachable),
         stop=tenacity.stop_after_attempt(ATTEMPTS),
-        wait=tenacity.wait_exponential_jitter(initial=0.5, max=20),
+        wait=tenacity.wait_exponential(multiplier=0.5, max=20) + tenacity.wait_random(0, 1),
         sleep=ctx.clock.sleep,
         retry_error_callback=give_up,
     )

@@ -212,7 +212,7 @@ def _retrying(ctx: Context) -> tenacity.Retrying:
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(again),
         stop=tenacity.stop_after_attempt(ATTEMPTS),
-        wait=tenacity.wait_exponential_jitter(initial=0.5, max=20),
+        wait=tenacity.wait_exponential(multiplier=0.5, max=20) + tenacity.wait_random(0, 1),
         sleep=ctx.clock.sleep,
         reraise=True,
     )

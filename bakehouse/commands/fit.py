@@ -1,0 +1,227 @@
+"""`fit`: which quantisations of a model fit a machine, how much context, how fast at most."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from bakehouse.checkpoints.files import join_gguf, read_path
+from bakehouse.checkpoints.gguf import read_gguf
+from bakehouse.checkpoints.hf_shape import MAX_CONFIG, hf_shape, parse_config
+from bakehouse.checkpoints.safetensors import read_safetensors
+from bakehouse.checkpoints.whole import Checkpoint, CheckpointFile
+from bakehouse.context import Context
+from bakehouse.errors import BakehouseError, CheckpointError, HostError, NotFound, UsageError
+from bakehouse.memory.advice import table
+from bakehouse.memory.demand import Demand, demand_of
+from bakehouse.memory.ladder import (
+    Figures,
+    Ladder,
+    Variant,
+    ladder_text,
+    make_ladder,
+    variants_in,
+)
+from bakehouse.memory.machine import Machine, named_machine
+from bakehouse.memory.recipe import find_machine, locked_weights, recipe_budget
+from bakehouse.memory.types import Budget
+from bakehouse.memory.weight import Weight
+from bakehouse.outcome import Outcome
+from bakehouse.recipe.load import Loaded, find, load
+from bakehouse.resolve import lock_path, read_lock
+from bakehouse.sources import hub
+from bakehouse.sources.ranges import RemoteFile
+from bakehouse.sources.weights import locate
+
+MAX_HEADERS = 40
+"""Files of one variant whose headers are read; more are too many requests for an estimate."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `invoke fit` takes."""
+
+    recipe: str | None = None
+    set: tuple[str, ...] = ()
+    hub: str | None = None
+    revision: str | None = None
+    context: str | None = None
+    host: str | None = None
+    kv_cache: str | None = None
+    speculation: str | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The variants of a model, and what their headers told. `notes` are for the reader."""
+
+    variants: tuple[Variant, ...]
+    figures: Figures | None
+    notes: tuple[str, ...] = ()
+
+
+def run(ctx: Context, options: Options) -> Outcome:
+    """Judge. Raises UsageError, RecipeError, NotFound, HostError, CheckpointError."""
+    if (options.recipe is None) == (options.hub is None):
+        raise UsageError("give either --recipe or --hub", hint="e.g. --hub OWNER/NAME")
+    if options.revision and not options.hub:
+        raise UsageError("--revision belongs to --hub")
+    context = _whole(options.context, "--context")
+    machine = named_machine(options.host) if options.host else find_machine(ctx.processes)
+    speculation = _factor(options.speculation)
+    budget: Budget | None = None
+    if options.hub:
+        demand = Demand("llama.cpp")
+        found = _on_hub(ctx, options.hub, options.revision or "main")
+        beside: dict[str, Weight] = {}
+    else:
+        loaded = load(find(options.recipe or "", ctx.recipes), options.set)
+        demand = demand_of(loaded.recipe)
+        weights = _weights(ctx, loaded)
+        beside = {role: weight for role, weight in weights.items() if role != "model"}
+        if "model" in weights:
+            budget = recipe_budget(machine, loaded.recipe, weights)
+        found = _of_recipe(ctx, loaded, weights)
+    cache = options.kv_cache or demand.keys
+    demand = replace(demand, context=context or demand.context, keys=cache,
+                     values=options.kv_cache or demand.values)  # fmt: skip
+    ladder = make_ladder(machine, demand, found.variants, found.figures, beside=beside,
+                         tokens_per_pass=speculation)  # fmt: skip
+    return _outcome(ladder, found, budget, machine, speculation)
+
+
+def _outcome(
+    ladder: Ladder, found: Found, budget: Budget | None, machine: Machine, speculation: float
+) -> Outcome:
+    notes = list(found.notes)
+    if found.figures is None:
+        notes.append("no header was read: contexts and speeds are not known")
+    elif machine.bandwidth:
+        share = found.figures.read_share
+        notes.append(
+            f"speed: {machine.bandwidth / 1e9:g} GB/s over {share:.1%} of the bytes read a token "
+            f"(by {found.figures.of}), times {speculation:g} tokens a pass; "
+            "caches and overheads come on top"
+        )
+    else:
+        notes.append("speed: this machine's memory bandwidth is not known; --host names some")
+    text = [ladder_text(ladder), *notes]
+    if budget is not None:
+        text += ["", "the recipe as it stands:", table(budget)]
+    result = {
+        **ladder.to_data(),
+        "shape": found.figures.shape.to_data() if found.figures else None,
+        "budget": budget.to_data() if budget else None,
+        "notes": notes,
+    }
+    return Outcome(result, "\n".join(text), budget.checks() if budget else ())
+
+
+def _whole(value: str | None, flag: str) -> int | None:
+    if value is None:
+        return None
+    if not re.fullmatch(r"[1-9]\d{0,8}", value):
+        raise UsageError(f"{flag} {value}: a whole number of tokens is wanted")
+    return int(value)
+
+
+def _factor(value: str | None) -> float:
+    if value is None:
+        return 1.0
+    if not re.fullmatch(r"\d{1,2}(\.\d{1,3})?", value) or float(value) < 1:
+        raise UsageError(
+            f"--speculation {value}: a number of at least 1 is wanted",
+            hint="mean acceptance length: 1 + accepted / drafts",
+        )
+    return float(value)
+
+
+def _on_hub(ctx: Context, repository: str, revision: str) -> Found:
+    listing = hub.list_files(ctx, repository, revision)
+    sizes = {f.path: f.size for f in listing.files if f.size is not None}
+    variants = variants_in(sizes.items())
+    if not variants:
+        raise NotFound(f"{repository} holds no GGUF and no safetensors files",
+                       where=f"revision {listing.commit}", hint="check the name")  # fmt: skip
+    smallest = next((v for v in variants if v.complete), None)
+    if smallest is None:
+        return Found(variants, None)
+    try:
+        checkpoint = _remote(ctx, listing, smallest)
+    except BakehouseError as error:
+        # Sizes alone are worth a ladder; what they cannot tell is then said to be unknown.
+        return Found(variants, None, (f"header of {smallest.name}: {error.what}",))
+    return Found(variants, Figures.read(checkpoint, smallest.name))
+
+
+def _remote(ctx: Context, listing: hub.HubListing, variant: Variant) -> Checkpoint:
+    if len(variant.files) > MAX_HEADERS:
+        raise CheckpointError(f"{len(variant.files)} files are too many to ask for")
+    sources = [RemoteFile.of(ctx, listing, path, size) for path, size in variant.files]
+    if variant.format == "gguf":
+        return join_gguf([read_gguf(source) for source in sources])
+    files = []
+    for source in sources:
+        header = read_safetensors(source)
+        files.append(CheckpointFile(header.name, header.file_size, header.tensors))
+    path = str(PurePosixPath(variant.files[0][0]).parent / "config.json")
+    raw = hub.small_file(ctx, listing.repository, listing.commit, path, MAX_CONFIG)
+    config = parse_config(raw, path)
+    return Checkpoint("safetensors", tuple(files), hf_shape(config, path), config)
+
+
+def _weights(ctx: Context, loaded: Loaded) -> dict[str, Weight]:
+    """The recipe's weights: by its lock where there is one, else those that lie on this machine."""
+    lock = read_lock(lock_path(loaded.path))
+    if lock is not None:
+        paths = locate(ctx.places, loaded.folder, loaded.recipe, lock)
+        return locked_weights(lock, {role: found.files for role, found in paths.items()})
+    return {
+        role: Weight.read(read_path(_local(loaded, weights.path, weights.files)))
+        for role, weights in loaded.recipe.weights.items()
+        if weights.path
+    }
+
+
+def _local(loaded: Loaded, path: str, files: str | None) -> Path:
+    whole = loaded.folder / Path(path).expanduser()
+    if files and whole.is_dir() and (found := sorted(whole.glob(files))):
+        return found[0] if found[0].suffix == ".gguf" else whole
+    return whole
+
+
+def _of_recipe(ctx: Context, loaded: Loaded, weights: Mapping[str, Weight]) -> Found:
+    """Every quantisation that the recipe's repository lists; its own files where it has none."""
+    model = loaded.recipe.weights.model
+    weight = weights.get("model")
+    if model.hub:
+        try:
+            found = _on_hub(ctx, model.hub, model.revision or "main")
+        except HostError as error:
+            if weight is None:
+                raise
+            return _own(loaded, weight, (f"other quantisations are not known: {error.what}",))
+        if weight and weight.checkpoint:
+            return replace(found, figures=Figures.read(weight.checkpoint, "the recipe's files"))
+        return found
+    if weight is None:
+        raise NotFound(
+            "the recipe's weights are neither locked nor on this machine",
+            where=str(loaded.path),
+            hint="run `invoke lock` first, or ask with --hub",
+        )
+    return _own(loaded, weight)
+
+
+def _own(loaded: Loaded, weight: Weight, notes: tuple[str, ...] = ()) -> Found:
+    """The recipe's own files as the only variant."""
+    model = loaded.recipe.weights.model
+    if weight.checkpoint is None:
+        name = PurePosixPath(str(model.files or model.path or model.url)).name
+        return Found((Variant(name, (("model.gguf", weight.size),)),), None, notes)
+    files = tuple((f.name, f.size) for f in weight.checkpoint.files)
+    names = variants_in(files)
+    name = names[0].name if len(names) == 1 else "the model"
+    return Found((Variant(name, files),), Figures.read(weight.checkpoint, "its own files"), notes)

@@ -1,0 +1,222 @@
+"""`fit` against a hub on loopback that holds real headers: nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bakehouse.cli import main
+from bakehouse.commands import fit
+from bakehouse.context import Context
+from bakehouse.errors import HostError, NotFound, UsageError
+from tests.support.checkpoints import gguf_bytes, llama_metadata, safetensors_bytes
+from tests.support.clocks import ImpatientClock
+from tests.support.filehost import FileHost, Handler, serve_files
+
+pytestmark = pytest.mark.integration
+COMMIT = "5" * 40
+LISTED = {  # sizes by the seed's ladder; GB
+    "UD-IQ1_S": [46.5, 46.59], "UD-IQ1_M": [48.5, 49.08], "UD-Q2_K_XL": [27.18] * 4,
+    "UD-IQ3_XXS": [40.0, 40.0, 40.37], "UD-Q3_K_XL": [49.0, 49.0, 49.54],
+}  # fmt: skip
+GLM = {
+    "general.architecture": "glm5-next", "glm5-next.block_count": 46,
+    "glm5-next.nextn_predict_layers": 1, "glm5-next.embedding_length": 4096,
+    "glm5-next.context_length": 1_048_576, "glm5-next.attention.head_count": 32,
+    "glm5-next.attention.head_count_kv": [int((i + 1) % 4 == 0 or i == 45) for i in range(46)],
+    "glm5-next.attention.key_length": 512, "glm5-next.attention.value_length": 512,
+    "glm5-next.attention.key_length_mla": 192, "glm5-next.attention.value_length_mla": 128,
+    "glm5-next.kda.head_dim": 128, "glm5-next.ssm.conv_kernel": 4, "glm5-next.expert_count": 288,
+    "glm5-next.expert_used_count": 8, "glm5-next.expert_feed_forward_length": 1536,
+}  # fmt: skip
+PARTS = {"blk.1.ffn_up_exps.weight": 0.9, "blk.1.attn_q.weight": 0.1}
+"""Share of a file's bytes, by tensor."""
+
+
+class FakeHub:
+    """Files of a declared size, of which only the head is there."""
+
+    def __init__(self, host: FileHost) -> None:
+        self.host, self.heads, self.sizes = host, {}, {}  # type: ignore[var-annotated]
+        self.sent = 0
+        host.pages[f"/api/models/o/m/revision/{'main'}"] = self.listing
+
+    def put(self, path: str, head: bytes, size: int) -> None:
+        self.heads[path], self.sizes[path] = head, size
+        self.host.pages[f"/o/m/resolve/{COMMIT}/{path}"] = self.part
+
+    def listing(self, handler: Handler) -> None:
+        siblings = [{"rfilename": p, "size": s} for p, s in self.sizes.items()]
+        handler.answer(200, json.dumps({"sha": COMMIT, "siblings": siblings}).encode())
+
+    def part(self, handler: Handler) -> None:
+        path = handler.path.removeprefix(f"/o/m/resolve/{COMMIT}/")
+        size = self.sizes[path]
+        asked = handler.headers["Range"]
+        begin, _, end = (asked or "bytes=0-").removeprefix("bytes=").partition("-")
+        first, last = int(begin), min(int(end or size), size - 1)
+        body = self.heads[path][first : last + 1].ljust(last + 1 - first, b"\0")
+        self.sent += len(body)
+        if asked:
+            handler.answer(206, body, {"Content-Range": f"bytes {first}-{last}/{size}"})
+        else:
+            handler.answer(200, body)
+
+
+def split_head(number: int, count: int, size: int) -> bytes:
+    """The header of a split, whose tensors fill a file of `size` bytes."""
+    kv: dict[str, Any] = {"split.no": number, "split.count": count}
+    kv |= {"split.tensors.count": 2 * count}
+    kv = {**(GLM | {"tokenizer.ggml.tokens": ["x" * 20] * 50_000} if not number else {}), **kv}
+    rows = [(f"{name}{number}", (int((size - 2**22) * part) // 32 * 32 // 34 * 32,))
+            for name, part in PARTS.items()]  # fmt: skip
+    offsets, at = [], 0
+    for _, (length,) in rows:
+        offsets.append(at)
+        at += -(-length // 32 * 34 // 32) * 32
+    return gguf_bytes(kv, [(n, shape, 8, b"") for n, shape in rows], offsets=offsets)
+
+
+@pytest.fixture
+def hub(context: Context) -> Iterator[tuple[FakeHub, Context]]:
+    with serve_files() as host:
+        made = FakeHub(host)
+        environment = {"HF_ENDPOINT": host.url}
+        yield made, replace(context, environment=environment)
+
+
+def glm(hub: FakeHub) -> None:
+    for quant, sizes in LISTED.items():
+        for i, size in enumerate(sizes):
+            name = f"{quant}/GLM-5.3-Flash-{quant}-{i + 1:05d}-of-{len(sizes):05d}.gguf"
+            hub.put(name, split_head(i, len(sizes), int(size * 1e9)), int(size * 1e9))
+    hub.put("mmproj-F16.gguf", b"", 1_130_000_000)
+    hub.put("README.md", b"", 5000)
+
+
+def test_the_seed_s_ladder_on_a_gb10(hub: tuple[FakeHub, Context]) -> None:
+    fake, ctx = hub
+    glm(fake)
+    outcome = fit.run(ctx, fit.Options(hub="o/m", host="gb10", context="262144", kv_cache="q8_0"))
+    rungs = {rung["name"]: rung for rung in outcome.result["rungs"]}
+    assert list(rungs) == list(LISTED)
+    assert rungs["UD-Q2_K_XL"]["size"] == 108_720_000_000
+    assert rungs["UD-Q2_K_XL"]["files"] == 4
+    assert outcome.result["recommended"] == "UD-Q2_K_XL"
+    assert [name for name, rung in rungs.items() if rung["fits"]] == list(LISTED)[:3]
+    assert rungs["UD-Q2_K_XL"]["context"] >= 262_144
+    assert rungs["UD-Q3_K_XL"]["context"] is None
+    reserve = 121.7 * 2**30 / 20
+    assert 12 <= (rungs["UD-Q2_K_XL"]["left"] + reserve) / 2**30 <= 15
+    # 273 GB/s over a tenth of the bytes, and 8 of 288 of the other nine tenths
+    read = 108.72e9 * (0.1 + 0.9 * 8 / 288)
+    assert rungs["UD-Q2_K_XL"]["speed"] == pytest.approx(273e9 / read, rel=0.02)
+    assert "take UD-Q2_K_XL" in outcome.text
+    assert "UD-IQ3_XXS" in outcome.result["why"]
+    assert fake.sent < 20 * 2**20
+
+
+def test_what_speculation_is_said_to_bring(hub: tuple[FakeHub, Context]) -> None:
+    fake, ctx = hub
+    glm(fake)
+    plain = fit.run(ctx, fit.Options(hub="o/m", host="gb10"))
+    twice = fit.run(ctx, fit.Options(hub="o/m", host="gb10", speculation="2"))
+    for one, other in zip(plain.result["rungs"], twice.result["rungs"], strict=True):
+        assert other["speed"] == pytest.approx(2 * one["speed"])
+
+
+def test_a_header_that_cannot_be_read_leaves_the_sizes(hub: tuple[FakeHub, Context]) -> None:
+    fake, ctx = hub
+    fake.put("m-Q4_K_M.gguf", b"Entry not found", 9_000_000_000)
+    outcome = fit.run(ctx, fit.Options(hub="o/m", host="gb10"))
+    (rung,) = outcome.result["rungs"]
+    assert (rung["context"], rung["speed"]) == (None, None)
+    assert any("HTTP error message" in note for note in outcome.result["notes"])
+
+
+def test_missing_splits_are_not_recommended(hub: tuple[FakeHub, Context]) -> None:
+    fake, ctx = hub
+    fake.put("m-Q4_K_M-00001-of-00002.gguf", split_head(0, 2, 10**9), 10**9)
+    outcome = fit.run(ctx, fit.Options(hub="o/m", host="gb10"))
+    assert outcome.result["recommended"] is None
+    assert "missing" in outcome.result["rungs"][0]["note"]
+
+
+def test_safetensors_and_their_config(hub: tuple[FakeHub, Context]) -> None:
+    fake, ctx = hub
+    data = safetensors_bytes({"model.layers.0.w": ("BF16", [8], bytes(16))})
+    fake.put("model.safetensors", data, len(data))
+    config = {"architectures": ["X"], "num_hidden_layers": 1, "num_attention_heads": 2,
+              "hidden_size": 8, "max_position_embeddings": 512}  # fmt: skip
+    raw = json.dumps(config).encode()
+    fake.put("config.json", raw, len(raw))
+    outcome = fit.run(ctx, fit.Options(hub="o/m", host="gb10"))
+    assert outcome.result["shape"]["architecture"] == "X"
+    assert outcome.result["rungs"][0]["context"] == 512
+
+
+def test_nothing_there(hub: tuple[FakeHub, Context]) -> None:
+    fake, ctx = hub
+    with pytest.raises(NotFound):
+        fit.run(ctx, fit.Options(hub="o/other", host="gb10"))
+    fake.put("README.md", b"", 5)
+    with pytest.raises(NotFound, match="holds no GGUF"):
+        fit.run(ctx, fit.Options(hub="o/m", host="gb10"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        fit.Options(),
+        fit.Options(recipe="a", hub="o/m"),
+        fit.Options(recipe="a", revision="x"),
+        fit.Options(hub="o/m", context="many"),
+        fit.Options(hub="o/m", context="-1"),
+        fit.Options(hub="o/m", speculation="0.5"),
+        fit.Options(hub="o/m", host="nowhere"),
+        fit.Options(hub="../../etc", host="gb10"),
+    ],
+)
+def test_flags_that_make_no_sense(context: Context, options: fit.Options) -> None:
+    with pytest.raises(UsageError):
+        fit.run(context, options)
+
+
+def test_a_hub_that_is_not_there(context: Context) -> None:
+    ctx = replace(context, environment={"HF_ENDPOINT": "http://127.0.0.1:9"})
+    ctx = replace(ctx, clock=ImpatientClock())
+    with pytest.raises(HostError):
+        fit.run(ctx, fit.Options(hub="o/m", host="gb10"))
+
+
+RECIPE = """
+schema: 1
+name: local
+engine: llama.cpp
+source: {{git: https://example.org/x.git, commit: {commit}}}
+weights: {{model: {{path: m.gguf}}}}
+serve:
+  context: 1024
+  command: "{{{{ server }}}} -m {{{{ weights.model.first }}}} -c {{{{ serve.context }}}}"
+"""
+
+
+def test_a_recipe_s_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metadata = llama_metadata()
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(metadata, [("a", (64,), 0, bytes(256))]))
+    recipe = tmp_path / "local.yaml"
+    recipe.write_text(RECIPE.format(commit="0" * 40))
+    code = main("fit", {"recipe": str(recipe), "host": "cpu:8GiB"}, json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert code == 0, document
+    result = document["result"]
+    assert result["rungs"][0]["context"] == 2048
+    assert result["shape"]["architecture"] == "llama"
+    assert document["checks"][0]["verdict"] == "passed"
+    items = {line["item"]: line["bytes"] for line in result["budget"]["lines"]}
+    assert items["cache, full attention"] == 1024 * 2 * 2 * 32 * 2
