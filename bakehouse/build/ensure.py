@@ -94,7 +94,7 @@ def _build(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> BuildRecord:
         installed = install(ctx, plan, step, configured, taken.log)
     checks += steps.accept_files(plan, run, installed.checks)
     with timed("verify"):
-        checks += steps.verify(ctx, plan, run)
+        checks += steps.verify(ctx, plan, run) + steps.devices(ctx, plan, run)
     record = _record(ctx, plan, run, checks, installed.system, times, started)
     _place(work / "stage", Path(plan.artifact), record)
     return record

@@ -17,12 +17,14 @@ from bakehouse.engines.llamacpp.accept import RULES
 from bakehouse.engines.llamacpp.cmake import git_stand_in
 from bakehouse.engines.llamacpp.cuda import decisive, refuse_cuda
 from bakehouse.errors import BakehouseError, BuildFailed, HostError
+from bakehouse.host import read_gpus
 from bakehouse.lock import Lock
 from bakehouse.plan.types import BuildPlan
 from bakehouse.ports.process import Captured, Finished, environment
 from bakehouse.records.store import Run
 from bakehouse.redact import clean
-from bakehouse.toolkit.artifact import accept_artifact
+from bakehouse.toolkit.artifact import accept_artifact, accept_devices, covers, find_cuda_file
+from bakehouse.toolkit.embedded import read_cuda_file
 
 VERSION_S = 60.0
 """Seconds within which a finished server has to say its version."""
@@ -156,6 +158,29 @@ def verify(ctx: Context, plan: BuildPlan, run: Run) -> tuple[Check, ...]:
     checks = judge_version(said, plan.inputs.stamp, plan.inputs.number)
     run.checks(checks)
     all_passed("the server that was built does not prove itself", checks)
+    return checks
+
+
+def devices(ctx: Context, plan: BuildPlan, run: Run) -> tuple[Check, ...]:
+    """Have a CUDA server list its devices, on a machine whose GPU it has code for.
+
+    A build for another machine's GPU is not judged by this machine's.
+    """
+    gpus = read_gpus(ctx.processes) if plan.expected.cuda else ()
+    file = find_cuda_file(Path(plan.work) / "stage") if gpus else None
+    if file is None:
+        return ()
+    embedded = read_cuda_file(file).embedded
+    if not any(covers(embedded, gpu.compute_capability) for gpu in gpus):
+        run.fact("devices", "built for another GPU than this machine's")
+        return ()
+    step = plan.step("verify")
+    argv = (step.argv[0], "--list-devices")
+    said = ctx.processes.capture(argv, env=environment(step.env), timeout=VERSION_S)
+    run.fact("devices", {"listed": clean(said.out), "driver": [gpu.to_data() for gpu in gpus]})
+    checks = accept_devices(said.out, gpus, embedded)
+    run.checks(checks)
+    all_passed("the server does not see this machine's GPU", checks)
     return checks
 
 
