@@ -224,10 +224,15 @@ def _failed(command: str, code: int, said: str) -> GitFailed | BakehouseError:
     """Make the error; dubious ownership is the same mistake whatever the command was."""
     said = clean(Redactor().text(said))
     if found := re.search(r"detected dubious ownership in repository at '([^']*)'", said):
-        return HostError(
-            "git refuses a repository that belongs to another user",
-            where=found[1],
-            hint=f"run as its owner, or make it yours: chown -R \"$(id -un)\" '{found[1]}'",
-            id="git-ownership",
-        )
+        return foreign_owner(found[1])
     return GitFailed(command, code, said)
+
+
+def foreign_owner(repository: str) -> HostError:
+    """Make the error for a repository that belongs to another user."""
+    return HostError(
+        "git refuses a repository that belongs to another user",
+        where=repository,
+        hint=f"run as its owner, or make it yours: chown -R \"$(id -un)\" '{repository}'",
+        id="git-ownership",
+    )

@@ -8,16 +8,19 @@ all its descendants end when Bakehouse ends, kill -9 included.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol, cast
 
 from bakehouse.logs import debug
 
@@ -207,20 +210,32 @@ def _pump(
     """Move the child's output to the log, line by line, until it closes its end."""
     if child.stdout is None:
         return
-    if log is None:
-        for raw in child.stdout:
-            _line(raw, tail, on_line)
-        return
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as file:
-        for raw in child.stdout:
-            file.write(raw)
-            file.flush()
-            _line(raw, tail, on_line)
+    if log:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") if log else nullcontext() as file:
+        for raw in _pieces(child.stdout):
+            if file:
+                file.write(raw)
+                file.flush()
+            text = raw.decode(errors="replace").rstrip("\r\n")
+            if not raw.endswith(b"\r"):
+                tail.append(text)
+            if on_line:
+                on_line(text)
 
 
-def _line(raw: bytes, tail: deque[str], on_line: Callable[[str], None] | None) -> None:
-    text = raw.decode(errors="replace").rstrip("\r\n")
-    tail.append(text)
-    if on_line:
-        on_line(text)
+_END = re.compile(rb"\r?\n|\r(?=[^\n])")
+
+
+def _pieces(stream: IO[bytes]) -> Iterator[bytes]:
+    """Lines as they come; progress that rewrites its line ends with a carriage return."""
+    rest = b""
+    while chunk := cast(BufferedReader, stream).read1(2**16):
+        rest += chunk
+        begin = 0
+        for end in _END.finditer(rest):
+            yield rest[begin : end.end()]
+            begin = end.end()
+        rest = rest[begin:]
+    if rest:
+        yield rest

@@ -13,7 +13,7 @@ from bakehouse.lock import ArchivePin, FilePin, GitPin
 from bakehouse.ports.git import COMMIT, Git, GitFailed
 from bakehouse.recipe.model import Archive
 from bakehouse.sources.files import describe_wrong, fetch_pinned, guarded, sha256_file
-from bakehouse.sources.mirror import TREES, make_bare, tree_is_whole
+from bakehouse.sources.mirror import TREES, check_owner, make_bare, tree_is_whole
 from bakehouse.sources.registry import fetch_file, find_file, index_url
 from bakehouse.sources.unpack import check_links, choose_folder, unpack
 
@@ -127,6 +127,7 @@ def _is_ready(ctx: Context, git: Git, tree: str) -> bool:
     repository = ctx.places.git / ARCHIVES
     if not repository.is_dir():
         return False
+    check_owner(repository)
     try:
         noted = git.object_id(repository, f"{TREES}/{tree}")
     except GitFailed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 import shutil
 import time
@@ -20,7 +21,7 @@ import tenacity
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound, UsageError
 from bakehouse.places import Places
-from bakehouse.ports.git import COMMIT, Git, GitFailed, check_url
+from bakehouse.ports.git import COMMIT, Git, GitFailed, check_url, foreign_owner
 from bakehouse.redact import clean
 from bakehouse.sources.files import guarded
 
@@ -42,10 +43,18 @@ _TRANSIENT = re.compile(
     r"|Connection closed|Recv failure|transfer closed|invalid index-pack output|bad pack header",
     re.I,
 )
+_DAMAGED = re.compile(
+    r"bad object|corrupt|does not match index|cannot be accessed|inflate|necessary objects"
+    r"|unable to read|missing (?:blob|tree|commit)|reference broken|not a git repository: '/",
+    re.I,
+)
 _GONE = re.compile(
     r"repository '[^']*' not found|error: (?:404|410)|does not appear to be a git repository"
     r"|Repository not found",
     re.I,
+)
+_NOT_GIT = re.compile(
+    r"is this a git repository|invalid server response|dumb http transport|protocol error", re.I
 )
 _LOGIN = re.compile(
     r"could not read (?:Username|Password)|Authentication failed|error: (?:401|403)"
@@ -72,10 +81,20 @@ def tree_is_whole(git: Git, repository: Path, tree: str) -> bool:
     return True
 
 
+def check_owner(repository: Path) -> None:
+    """Refuse a repository of another user: whoever owns it can change what git does in it.
+
+    Git looks at that itself only where it had to search for the repository.
+    """
+    if repository.stat().st_uid != os.geteuid():
+        raise foreign_owner(str(repository))
+
+
 def commit_is_ready(git: Git, repository: Path, commit: str) -> bool:
     """Whether a commit was fetched to its end, and its tree is still whole."""
     if not repository.is_dir():
         return False
+    check_owner(repository)
     try:
         noted = git.object_id(repository, f"{COMMITS}/{commit}")
     except GitFailed:
@@ -85,6 +104,8 @@ def commit_is_ready(git: Git, repository: Path, commit: str) -> bool:
 
 def make_bare(ctx: Context, git: Git, repository: Path) -> None:
     """Make an empty bare repository appear at once, whole; clear what a killed run left in it."""
+    if repository.is_dir():
+        check_owner(repository)
     if repository.is_dir() and not _is_repository(git, repository):
         set_aside(ctx, repository)
     if repository.is_dir():
@@ -124,7 +145,9 @@ def _clear_leftovers(repository: Path) -> None:
     deadline = time.monotonic() + 5
     while (stale := [*repository.rglob("*.lock")]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    for path in (*stale, *repository.glob("objects/pack/tmp_*"), *repository.glob("shallow_*")):
+    empty = (p for p in repository.glob("refs/bakehouse/*/*") if p.stat().st_size == 0)
+    half = (*repository.glob("objects/pack/tmp_*"), *repository.glob("shallow_*"))
+    for path in (*stale, *empty, *half):
         with contextlib.suppress(OSError):
             path.unlink()
 
@@ -143,36 +166,61 @@ def ensure_commit(ctx: Context, git: Git, url: str, commit: str, *, ref: str | N
     with guarded(ctx, repository.with_suffix(".lock"), f"the mirror of {url}"):
         if commit_is_ready(git, repository, commit):
             return repository
-        make_bare(ctx, git, repository)
-        tried = _fetch_commit(ctx, git, repository, url, commit, ref)
-        if tried is None and not tree_is_whole(git, repository, f"{commit}^{{tree}}"):
+        try:
+            _fetch_whole(ctx, git, repository, url, commit, ref)
+        except _Damaged:
             # What git believed to have, and therefore did not ask for, is not readable.
             set_aside(ctx, repository)
-            make_bare(ctx, git, repository)
-            tried = _fetch_commit(ctx, git, repository, url, commit, ref)
-        if tried is not None or not tree_is_whole(git, repository, f"{commit}^{{tree}}"):
-            raise LockError(
-                f"commit {commit} is not to be had from its repository",
-                where=f"{url} (tried: {', '.join(tried or ['by id'])})",
-                hint="it may have been force-pushed away: find a mirror or fork that has it, "
-                "or move the pin with 'invoke lock --update'",
-                id="commit-gone",
-            )
-        git.ask(repository, "update-ref", f"{COMMITS}/{commit}", commit)
+            _fetch_whole(ctx, git, repository, url, commit, ref)
     return repository
+
+
+class _Damaged(HostError):
+    """A mirror cannot be used as it is."""
+
+
+def _fetch_whole(
+    ctx: Context, git: Git, repository: Path, url: str, commit: str, ref: str | None
+) -> None:
+    """Fetch a commit, see that its tree is whole, and only then note that it is there."""
+    damaged = _Damaged(
+        "the repository's mirror is damaged, and fetching it anew did not mend that",
+        where=str(repository),
+        hint="check the disk, remove the mirror, and run it again",
+        id="mirror-damaged",
+    )
+    make_bare(ctx, git, repository)
+    try:
+        tried = _fetch_commit(ctx, git, repository, url, commit, ref)
+    except GitFailed as error:
+        raise damaged if _DAMAGED.search(error.said) else explain(error, url) from error
+    if tried is not None:
+        raise LockError(
+            f"commit {commit} is not to be had from its repository",
+            where=f"{url} (tried: {', '.join(tried)})",
+            hint="it may have been force-pushed away: find a mirror or fork that has it, "
+            "or move the pin with 'invoke lock --update'",
+            id="commit-gone",
+        )
+    if not tree_is_whole(git, repository, f"{commit}^{{tree}}"):
+        raise damaged
+    try:
+        git.ask(repository, "update-ref", f"{COMMITS}/{commit}", commit)
+    except GitFailed as error:
+        raise damaged from error
 
 
 def _fetch_commit(
     ctx: Context, git: Git, repository: Path, url: str, commit: str, ref: str | None
 ) -> list[str] | None:
-    """Fetch; None where the commit came, else the list of what was tried."""
+    """Fetch; None where the commit came, else the list of what was tried. Raises GitFailed."""
     tried = ["by id"]
     try:
         fetch(ctx, git, repository, url, "--depth=1", commit)
         return None
     except GitFailed as error:
         if not _NOT_OFFERED.search(error.said):
-            raise explain(error, url) from error
+            raise
     places = [*_LOOK_IN]
     if ref:
         places.insert(0, (f"ref {ref}", f"+{ref}:{REMOTE}/asked"))
@@ -182,7 +230,7 @@ def _fetch_commit(
             fetch(ctx, git, repository, url, *_whole_history(git, repository), refspec)
         except GitFailed as error:
             if not _NOT_OFFERED.search(error.said):
-                raise explain(error, url) from error
+                raise
         if _has_commit(git, repository, commit):
             return None
     return tried
@@ -233,7 +281,7 @@ def fetch(ctx: Context, git: Git, repository: Path, url: str, *arguments: str) -
 def _show_percent(update: Callable[[float, float | None, str], None]) -> Callable[[str], None]:
     def line(text: str) -> None:
         if found := re.search(r"Receiving objects:\s+\d+% \((\d+)/(\d+)\)(?:, (.*))?", text):
-            update(float(found[1]), float(found[2]), clean(found[3] or ""))
+            update(float(found[1]), float(found[2]), clean(found[3] or "", one_line=True))
 
     return line
 
@@ -255,7 +303,7 @@ def explain(error: GitFailed, url: str) -> BakehouseError:
             hint="see that the URL is right; for a private repository use ssh and its agent",
             id="repository-login",
         )
-    if re.search(r"not valid: is this a git repository|invalid server response|protocol v2", first):
+    if _NOT_GIT.search(error.said):
         return HostError(
             "what answers there does not speak git (a login page, perhaps)",
             where=f"{url}: {first}",
@@ -274,9 +322,19 @@ def remote_refs(ctx: Context, git: Git, url: str, *patterns: str) -> dict[str, s
     """Ref names of a remote and the commits that they point at, annotated tags followed."""
     check_url(url)
     try:
-        out = _retrying(ctx)(git.ask, None, "ls-remote", "--", url, *patterns, url=url)
+        peeled = [f"{pattern}^{{}}" for pattern in patterns]
+        out = _retrying(ctx)(
+            git.ask, None, "ls-remote", "--", url, "HEAD", *patterns, *peeled, url=url
+        )
     except GitFailed as error:
         raise explain(error, url) from error
+    if not out.strip():
+        raise HostError(
+            "what answers there has no refs at all: an empty repository, or a web page",
+            where=url,
+            hint="see that the URL is right and that no portal or proxy stands before it",
+            id="not-git",
+        )
     refs: dict[str, str] = {}
     for line in out.splitlines():
         commit, _, name = line.partition("\t")
