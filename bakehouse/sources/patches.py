@@ -177,8 +177,8 @@ def _check_path(written: str, line: str, where: str) -> str | None:
     """The path in the tree that a header line names; None for /dev/null."""
     path = written.strip()
     if path.startswith('"'):
-        quoted = path[1:-1].encode().decode("unicode_escape")
-        path = quoted.encode("latin-1", "replace").decode(errors="replace")
+        raw = _QUOTED.sub(_unquote, path[1:-1])
+        path = raw.encode("latin-1", "replace").decode(errors="replace")
     if path == "/dev/null":
         return None
     if line.startswith(("--- ", "+++ ")):
@@ -192,6 +192,18 @@ def _check_path(written: str, line: str, where: str) -> str | None:
             id="patch-path",
         )
     return path
+
+
+_QUOTED = re.compile(r"\\([0-7]{1,3}|.)")
+_LETTERS = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+
+
+def _unquote(found: re.Match[str]) -> str:
+    """One escape of git's quoted paths: an octal byte, or a letter as in C."""
+    escape = found[1]
+    if escape[0] in "01234567":
+        return chr(int(escape, 8) & 0xFF)
+    return _LETTERS.get(escape, escape)
 
 
 def apply_patches(

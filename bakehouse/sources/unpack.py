@@ -214,6 +214,9 @@ def _tar_entries(stream: IO[bytes] | gzip.GzipFile) -> Iterator[Entry]:
                 member.name, kind, bool(member.mode & 0o100), int(member.mtime), content,
                 member.linkname,
             )  # fmt: skip
+    left = MAX_BYTES
+    while left > 0 and (chunk := stream.read(CHUNK)):  # to the checksum at the stream's end
+        left -= len(chunk)
 
 
 def _zip_entries(archive: Path) -> Iterator[Entry]:

@@ -1,0 +1,195 @@
+"""Patches applied to real trees: all of them or nothing, and the hunk that fails is named."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bakehouse.context import Context
+from bakehouse.errors import LockError, PatchError
+from bakehouse.lock import GitPin, Lock, PatchPin
+from bakehouse.ports.git import Git
+from bakehouse.recipe.model import LocalPatch, Source
+from bakehouse.sources.gitpin import pin_git
+from bakehouse.sources.mirror import mirror_folder
+from bakehouse.sources.patches import bring_patches, pin_patches, stored
+from bakehouse.sources.tree import materialise, patched_tree
+from tests.support.githost import Repo, git, serve_git
+
+pytestmark = pytest.mark.integration
+
+A = "".join(f"line {number}\n" for number in range(1, 41))
+B = "alpha\nbeta\ngamma\n"
+
+
+def diff(name: str, before: str, after: str) -> str:
+    """A unified diff of one file."""
+    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    return "".join(difflib.unified_diff(old, new, f"a/{name}", f"b/{name}"))
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Iterator[Repo]:
+    with serve_git(tmp_path / "host") as host:
+        made = host.repo()
+        made.commit({"a.txt": A, "b.txt": B, "crlf.txt": b"one\r\ntwo\r\n"})
+        yield made
+
+
+@pytest.fixture
+def source(context: Context, repo: Repo) -> GitPin:
+    commit = git(repo.folder, "rev-parse", "main")
+    return pin_git(context, Git(context.processes), Source(git=repo.url, commit=commit))
+
+
+def pinned(ctx: Context, folder: Path, *texts: str | bytes) -> tuple[PatchPin, ...]:
+    patches = []
+    for number, text in enumerate(texts, 1):
+        data = text if isinstance(text, bytes) else text.encode()
+        (folder / f"p{number}.patch").write_bytes(data)
+        patches.append(LocalPatch(file=f"p{number}.patch"))
+    return pin_patches(ctx, folder, patches)
+
+
+def apply(ctx: Context, source: GitPin, pins: tuple[PatchPin, ...]) -> str:
+    return patched_tree(ctx, Git(ctx.processes), source, pins)
+
+
+def test_patches_apply_in_their_order(
+    context: Context, source: GitPin, tmp_path: Path, repo: Repo
+) -> None:
+    between, after = B.replace("alpha", "ALPHA"), B.replace("alpha", "omega")
+    pins = pinned(context, tmp_path, diff("b.txt", B, between), diff("b.txt", between, after))
+    tree = apply(context, source, pins)
+    assert tree == repo.tree(
+        {"a.txt": A, "b.txt": "omega\nbeta\ngamma\n", "crlf.txt": b"one\r\ntwo\r\n"}
+    )
+    lock = Lock(
+        recipe="t", engine="llama.cpp", wants="", source=source, patches=pins, source_tree=tree,
+        weights={},
+    )  # fmt: skip
+    materialise(context, lock, tmp_path / "out")
+    assert (tmp_path / "out" / "b.txt").read_text() == "omega\nbeta\ngamma\n"
+    assert lock.stamp == f"{source.commit[:9]}-p{tree[:7]}"
+    with pytest.raises(PatchError):
+        apply(context, source, pins[::-1])
+
+
+def test_the_hunk_that_fails_is_named_and_nothing_is_applied(
+    context: Context, source: GitPin, tmp_path: Path
+) -> None:
+    good = diff("b.txt", B, B.replace("alpha", "omega"))
+    other = A.replace("line 30\n", "LINE 30\n")
+    bad = diff("a.txt", other, other.replace("line 3\n", "x\n").replace("line 29\n", "y\n"))
+    mirror = mirror_folder(context.places, source.url)
+    before = git(mirror, "for-each-ref")
+    with pytest.raises(PatchError, match=r"p2 does not apply: hunk 2 of 2 .*a\.txt:26") as caught:
+        apply(context, source, pinned(context, tmp_path, good, bad))
+    assert caught.value.where == "p2.patch:11"
+    assert caught.value.exit_code == 5
+    assert git(mirror, "for-each-ref") == before
+
+
+def test_a_patch_that_is_in_the_source_already(
+    context: Context, source: GitPin, tmp_path: Path
+) -> None:
+    pins = pinned(context, tmp_path, diff("b.txt", B.replace("alpha", "omega"), B))
+    with pytest.raises(PatchError, match="in the source already") as caught:
+        apply(context, source, pins)
+    assert "take it out" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (diff("gone.txt", "a\n", "b\n"), "gone.txt"),
+        ("--- /dev/null\n+++ b/b.txt\n@@ -0,0 +1 @@\n+x\n", "already exists"),
+        ("--- a/b.txt\n+++ b/b.txt\n@@ -1,3 +1,3 @@\n-alpha\n", "malformed"),
+        ("--- a/b.txt\n+++ b/b.txt\n@@ -1 +1 @@\n-ALPHA\n+x\n", "hunk 1 of 1"),
+    ],
+)
+def test_what_does_not_fit(
+    context: Context, source: GitPin, tmp_path: Path, text: str, why: str
+) -> None:
+    with pytest.raises(PatchError, match=why) as caught:
+        apply(context, source, pinned(context, tmp_path, text))
+    assert "p1" in str(caught.value.where)
+
+
+def test_new_renamed_deleted_and_executable_files(
+    context: Context, source: GitPin, tmp_path: Path, repo: Repo
+) -> None:
+    text = (
+        "diff --git a/a.txt b/moved.txt\nsimilarity index 100%\n"
+        "rename from a.txt\nrename to moved.txt\n"
+        "diff --git a/b.txt b/b.txt\ndeleted file mode 100644\n--- a/b.txt\n+++ /dev/null\n"
+        "@@ -1,3 +0,0 @@\n-alpha\n-beta\n-gamma\n"
+        "diff --git a/new.sh b/new.sh\nnew file mode 100755\n--- /dev/null\n+++ b/new.sh\n"
+        "@@ -0,0 +1 @@\n+#!/bin/sh\n"
+    )
+    wanted = {"moved.txt": A, "new.sh": ("100755", "#!/bin/sh\n"), "crlf.txt": b"one\r\ntwo\r\n"}
+    assert apply(context, source, pinned(context, tmp_path, text)) == repo.tree(wanted)  # type: ignore[arg-type]
+
+
+def test_a_patch_of_a_file_with_crlf_content(
+    context: Context, source: GitPin, tmp_path: Path, repo: Repo
+) -> None:
+    text = b"--- a/crlf.txt\n+++ b/crlf.txt\n@@ -1,2 +1,2 @@\n one\r\n-two\r\n+TWO\r\n"
+    tree = apply(context, source, pinned(context, tmp_path, text))
+    assert tree == repo.tree({"a.txt": A, "b.txt": B, "crlf.txt": b"one\r\nTWO\r\n"})
+
+
+def test_the_recipe_may_name_a_sha256(context: Context, tmp_path: Path) -> None:
+    text = diff("b.txt", B, B.replace("alpha", "x")).encode()
+    (tmp_path / "p.patch").write_bytes(text)
+    right = hashlib.sha256(text).hexdigest()
+    (pin,) = pin_patches(context, tmp_path, [LocalPatch(file="p.patch", sha256=right)])
+    assert pin.file.sha256 == right
+    with pytest.raises(LockError, match="not the one that the recipe names"):
+        pin_patches(context, tmp_path, [LocalPatch(file="p.patch", sha256="0" * 64)])
+
+
+def test_a_patch_that_changed_on_disk_is_drift(context: Context, tmp_path: Path) -> None:
+    pins = pinned(context, tmp_path, diff("b.txt", B, B.replace("alpha", "x")))
+    bring_patches(context, tmp_path, pins)
+    (tmp_path / "p1.patch").write_text(diff("b.txt", B, B.replace("alpha", "y")))
+    with pytest.raises(LockError, match="changed since it was pinned") as caught:
+        bring_patches(context, tmp_path, pins)
+    assert caught.value.id == "patch-changed"
+
+
+def test_a_patch_that_is_not_there(context: Context, tmp_path: Path) -> None:
+    with pytest.raises(PatchError, match="cannot be read"):
+        pin_patches(context, tmp_path, [LocalPatch(file="nope.patch")])
+
+
+def test_the_kept_copy_is_verified(context: Context, source: GitPin, tmp_path: Path) -> None:
+    pins = pinned(context, tmp_path, diff("b.txt", B, B.replace("alpha", "x")))
+    copy = stored(context.places, pins[0].file.sha256)
+    copy.write_text(diff("b.txt", B, B.replace("alpha", "evil")))
+    with pytest.raises(Exception, match="damaged on disk"):
+        apply(context, source, pins)
+    bring_patches(context, tmp_path, pins)
+    apply(context, source, pins)
+    copy.unlink()
+    with pytest.raises(LockError, match="not at hand"):
+        apply(context, source, pins)
+
+
+def test_a_patch_may_not_move_a_submodule(context: Context, repo: Repo, tmp_path: Path) -> None:
+    modules = f'[submodule "x"]\n\tpath = x\n\turl = {repo.url}\n'
+    inner = git(repo.folder, "rev-parse", "main")
+    commit = repo.commit({".gitmodules": modules, "x": ("160000", inner), "f": "f\n"})
+    source = pin_git(context, Git(context.processes), Source(git=repo.url, commit=commit))
+    text = (
+        f"diff --git a/x b/x\nindex {inner[:7]}..{'2' * 7} 160000\n--- a/x\n+++ b/x\n"
+        f"@@ -1 +1 @@\n-Subproject commit {inner}\n+Subproject commit {'2' * 40}\n"
+    )
+    with pytest.raises(PatchError, match="submodule"):
+        apply(context, source, pinned(context, tmp_path, text))
+    with pytest.raises(PatchError, match="submodule"):
+        apply(context, source, pinned(context, tmp_path, diff(".gitmodules", modules, "\n")))
