@@ -108,17 +108,28 @@ def fetch(
     _main("fetch", json, debug, recipe=recipe, set_=set_, locked=locked)
 
 
-@_task(recipe=RECIPE, set_=SET, locked=LOCKED)
+@_task(
+    recipe=RECIPE,
+    set_=SET,
+    locked=LOCKED,
+    jobs="how many files to compile at once (default: by cores and free memory)",
+    dry_run="print what would be run, and run nothing",
+)
 def build(
     _: Context,
     recipe: str | None = None,
     set_: Flags = None,
     locked: bool = False,
+    jobs: str | None = None,
+    dry_run: bool = False,
     json: bool = False,
     debug: bool = False,
 ) -> None:
     """Build the engine from its pinned source, or reuse a build."""
-    _main("build", json, debug, recipe=recipe, set_=set_, locked=locked)
+    _main(
+        "build", json, debug,
+        recipe=recipe, set_=set_, locked=locked, jobs=jobs, dry_run=dry_run,
+    )  # fmt: skip
 
 
 @_task(

@@ -1,0 +1,68 @@
+"""The task `build`: the engine from its pinned source, or the artifact that is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bakehouse.base import digest
+from bakehouse.build.artifact import Artifact
+from bakehouse.build.ensure import ensure
+from bakehouse.commands.planned import build_lines, is_built, parse_jobs
+from bakehouse.context import Context
+from bakehouse.outcome import Outcome
+from bakehouse.plan.whole import plan_engine, survey
+from bakehouse.recipe.load import find, load
+from bakehouse.records.store import Run
+from bakehouse.resolve import ensure_lock
+
+
+@dataclass(frozen=True)
+class Options:
+    """The task's flags."""
+
+    recipe: str
+    set: tuple[str, ...] = ()
+    locked: bool = False
+    jobs: str = ""
+    dry_run: bool = False
+
+
+def run(ctx: Context, options: Options) -> Outcome:
+    """Build, or reuse; with `dry_run` print the steps and run none."""
+    jobs = parse_jobs(options.jobs)
+    loaded = load(find(options.recipe, ctx.recipes), options.set)
+    if options.dry_run:
+        lock = ensure_lock(ctx, loaded, locked=True)
+        plan = plan_engine(loaded, lock, survey(ctx, loaded.recipe, lock), ctx.places, jobs=jobs)
+        result = {**plan.to_data(), "built": is_built(plan)}
+        return Outcome(result=result, text="\n".join(build_lines(plan)))
+    with Run.start(ctx, "build", loaded.recipe.name, secrets=loaded.recipe.secrets) as record:
+        lock = ensure_lock(ctx, loaded, locked=options.locked)
+        record.pin(lock=digest(lock))
+        here = survey(ctx, loaded.recipe, lock, make=True)
+        record.host(here.host.to_data())
+        plan = plan_engine(loaded, lock, here, ctx.places, jobs=jobs)
+        artifact = ensure(ctx, lock, plan, record)
+        record.finish("reused" if artifact.reused else f"built in {artifact.seconds:.0f} s")
+    return _outcome(artifact, record.record)
+
+
+def _outcome(artifact: Artifact, record: Path) -> Outcome:
+    size = sum(file.size for file in artifact.files)
+    how = (
+        f"reused, verified in {artifact.seconds:.2f} s (built in {artifact.build_seconds:.0f} s)"
+        if artifact.reused
+        else f"built in {artifact.seconds:.0f} s"
+    )
+    lines = [
+        f"build   {artifact.digest}",
+        f"        {how}",
+        f"server  {artifact.server}",
+        f"files   {len(artifact.files)}, {size:,} bytes, content {artifact.content[:16]}",
+        f"record  {record}",
+    ]
+    result: dict[str, Any] = {**artifact.to_data(), "record": str(record)}
+    del result["checks"]
+    return Outcome(result=result, text="\n".join(lines), checks=artifact.checks)

@@ -1,0 +1,68 @@
+"""How a plan is printed; shared by `plan` and the dry runs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+from bakehouse.build.artifact import RECORD
+from bakehouse.errors import UsageError
+from bakehouse.plan.types import BuildPlan, ServePlan, Step
+from bakehouse.redact import clean
+
+
+def step_lines(steps: Iterable[Step]) -> list[str]:
+    """Every step with its working folder, environment, arguments and what it has to show."""
+    lines = []
+    for step in steps:
+        lines.append(f"{step.id}: {step.title}")
+        if step.cwd:
+            lines.append(f"    in {step.cwd}")
+        lines += [f"    {name}={shlex.quote(value)}" for name, value in step.env.items()]
+        lines += _command(step.argv)
+        lines += [f"    expect {text}" for text in step.expects]
+    return [clean(line, one_line=True) for line in lines]
+
+
+def _command(argv: tuple[str, ...]) -> list[str]:
+    """The arguments as a shell would take them, one a line where there are many."""
+    quoted = [shlex.quote(argument) for argument in argv]
+    if not quoted:
+        return []
+    one_line = f"    $ {' '.join(quoted)}"
+    if len(one_line) <= 100:
+        return [one_line]
+    return [f"    $ {quoted[0]}", *(f"        {argument}" for argument in quoted[1:])]
+
+
+def build_lines(plan: BuildPlan) -> list[str]:
+    """The build: whether it is there already, and its steps."""
+    there = "is there already" if is_built(plan) else "not built yet"
+    return [f"build {plan.digest} ({there})", f"    {plan.artifact}", *step_lines(plan.steps)]
+
+
+def serve_lines(plan: ServePlan) -> list[str]:
+    """The server's command and what it has to show."""
+    lines = [
+        f"serve {plan.name} at {plan.host}, port {plan.port or 'any that is free'}",
+        *(f"    {name}={shlex.quote(value)}" for name, value in plan.env.items()),
+        *_command(plan.argv),
+        *(f"    expect {text}" for text in plan.expects),
+        f"    then the suites: {', '.join(plan.suites)}",
+    ]
+    return [clean(line, one_line=True) for line in lines]
+
+
+def is_built(plan: BuildPlan) -> bool:
+    """Whether an artifact lies in the plan's place; whether it verifies is for `build` to say."""
+    return (Path(plan.artifact) / RECORD).is_file()
+
+
+def parse_jobs(text: str) -> int | None:
+    """Read a number of jobs; None for nothing said. Raises UsageError."""
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1024):
+        raise UsageError(f"--jobs takes a number from 1 to 1024, not '{clean(text)}'")
+    return int(text)
