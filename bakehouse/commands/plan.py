@@ -27,8 +27,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     plan, _ = make_plan(loaded, lock, survey(ctx, loaded.recipe, lock), ctx.places)
     lines = [f"recipe {plan.recipe}, lock {plan.lock}", ""]
     lines += step_lines(plan.fetch)
-    if plan.build:
-        lines += ["", *build_lines(plan.build)]
+    lines += ["", *build_lines(plan.build)]
     lines += ["", *serve_lines(plan.serve)]
-    result = {**plan.to_data(), "built": bool(plan.build and is_built(plan.build))}
+    result = {**plan.to_data(), "built": is_built(plan.build)}
     return Outcome(result=result, text="\n".join(lines))

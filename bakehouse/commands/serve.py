@@ -10,15 +10,12 @@ from typing import Any
 from bakehouse.base import digest
 from bakehouse.build.ensure import ensure as ensure_build
 from bakehouse.context import Context
-from bakehouse.engines.llamacpp.cuda import prepared
 from bakehouse.engines.llamacpp.server import Features
 from bakehouse.errors import HostError, NotHealthy, UsageError
-from bakehouse.host import read_host
 from bakehouse.lock import Lock
 from bakehouse.outcome import Outcome
-from bakehouse.plan.build import plan_build
-from bakehouse.plan.serve import plan_serve
 from bakehouse.plan.types import BuildPlan, ServePlan
+from bakehouse.plan.whole import make_plan, survey
 from bakehouse.probe.prove import answer_lines, prove
 from bakehouse.recipe.load import Loaded, find, load
 from bakehouse.recipe.model import Recipe
@@ -31,8 +28,6 @@ from bakehouse.serve.listeners import refuse_taken
 from bakehouse.serve.ready import Limits
 from bakehouse.serve.watch import Tail
 from bakehouse.sources.weights import ensure as ensure_weights
-from bakehouse.sources.weights import locate
-from bakehouse.toolchain import find_tools
 
 TICK_S = 0.2
 
@@ -90,7 +85,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         wanted = _wanted(ctx, loaded, lock, options.host, port, key)
         _early(ctx, wanted)
         ensure_weights(ctx, loaded, lock)
-        prepared(ctx, recipe, lock, find_tools(ctx), make=True)
+        survey(ctx, recipe, lock, make=True)
         ensure_build(ctx, lock, wanted.build, record)
         ready = bring_up(
             ctx,
@@ -108,16 +103,9 @@ def _wanted(
     ctx: Context, loaded: Loaded, lock: Lock, host: str, port: int | None, key: str | None
 ) -> Wanted:
     """Plan build and server: what is wrong with either is said before anything is fetched."""
-    recipe = loaded.recipe
-    weights = locate(ctx.places, loaded.folder, recipe, lock)
-    tools = find_tools(ctx)
-    built, extra = prepared(ctx, recipe, lock, tools, make=False)
-    build = plan_build(built, lock, tools, read_host(), ctx.places, extra=extra)
-    plan, asked = plan_serve(
-        recipe, lock, build.server, weights, places=ctx.places,
-        origin=loaded.origin("serve", "command"), host=host or None, port=port,
-    )  # fmt: skip
-    return Wanted(loaded, lock, build, plan, asked, key)
+    here = survey(ctx, loaded.recipe, lock)
+    plan, asked = make_plan(loaded, lock, here, ctx.places, host=host or None, port=port)
+    return Wanted(loaded, lock, plan.build, plan.serve, asked, key)
 
 
 def _early(ctx: Context, wanted: Wanted) -> None:

@@ -103,5 +103,5 @@ class Plan(Frozen):
     lock: str
     """Digest of the lock."""
     fetch: tuple[Step, ...]
-    build: BuildPlan | None
+    build: BuildPlan
     serve: ServePlan

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from bakehouse.base import digest
 from bakehouse.context import Context
-from bakehouse.engines.llamacpp.cmake import NOTHING, Extra
-from bakehouse.engines.llamacpp.cuda import cuda_extra
+from bakehouse.engines.llamacpp.cmake import Extra
+from bakehouse.engines.llamacpp.cuda import prepared
 from bakehouse.engines.llamacpp.server import Features
 from bakehouse.errors import UsageError
 from bakehouse.host import HostFacts, read_host
@@ -25,7 +25,6 @@ from bakehouse.recipe.model import Recipe
 from bakehouse.recipe.variables import Paths
 from bakehouse.sources.weights import locate
 from bakehouse.toolchain import Tools, find_tools
-from bakehouse.toolkit.settle import Settled, settle, with_architectures
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,10 @@ class Here:
 
     tools: Tools
     host: HostFacts
-    settled: Settled | None = None
-    """The CUDA toolkit, for a build that wants one."""
+    recipe: Recipe
+    """The recipe as it is built here: `native` architectures have become this machine's."""
+    extra: Extra
+    """What a CUDA toolkit adds."""
 
 
 def survey(ctx: Context, recipe: Recipe, lock: Lock, *, make: bool = False) -> Here:
@@ -51,29 +52,23 @@ def survey(ctx: Context, recipe: Recipe, lock: Lock, *, make: bool = False) -> H
             hint="recipes with engine: llama.cpp can be planned, built and served",
             id="engine",
         )
-    return Here(find_tools(ctx), read_host(), settle(ctx, recipe, lock.toolkit, make=make))
+    tools = find_tools(ctx)
+    built, extra = prepared(ctx, recipe, lock, tools, make=make)
+    return Here(tools, read_host(), built, extra)
 
 
 def plan_engine(
     loaded: Loaded, lock: Lock, here: Here, places: Places, *, jobs: int | None = None
 ) -> BuildPlan:
     """Plan the build, its CUDA toolkit included. Raises as `plan_build` does."""
-    recipe, extra = loaded.recipe, NOTHING
-    if here.settled:
-        recipe = with_architectures(recipe, here.settled)
-        extra = _cuda(recipe, here)
 
     def where(keys: tuple[str, ...]) -> tuple[str, int, int]:
         origin = loaded.origin(*keys)
         return origin.file, origin.line, origin.column
 
     return plan_build(
-        recipe, lock, here.tools, here.host, places, extra=extra, jobs=jobs, where=where
+        here.recipe, lock, here.tools, here.host, places, extra=here.extra, jobs=jobs, where=where
     )
-
-
-def _cuda(recipe: Recipe, here: Here) -> Extra:
-    return cuda_extra(recipe, here.settled, here.tools) if here.settled else NOTHING
 
 
 def make_plan(

@@ -18,7 +18,7 @@ from bakehouse.lock import Lock
 from bakehouse.places import Places
 from bakehouse.plan.types import BuildPlan
 from bakehouse.records.store import Run
-from tests.small_engine import FILES, small_lock, small_plan, write_small
+from tests.support.small_engine import FILES, small_lock, small_plan, write_small
 
 pytestmark = pytest.mark.integration
 

@@ -23,7 +23,7 @@ class Driver:
 
     def __init__(self, home: Path, slow: str) -> None:
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "tests.build_driver", str(home), slow],
+            [sys.executable, "-m", "tests.support.build_driver", str(home), slow],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
@@ -188,7 +188,7 @@ def test_two_different_builds_run_side_by_side(tmp_path: Path, drivers: list[Dri
     first.until("1/")
     environment = {**os.environ, "CC": "gcc", "PYTHONPATH": str(ROOT)}
     code = (
-        "import tests.build_driver as d, tests.small_engine as s, sys\n"
+        "import tests.support.build_driver as d, tests.support.small_engine as s, sys\n"
         "sys.argv = ['', sys.argv[1], 'nothing']\n"
         "lock = s.small_lock('6' * 40, 78)\n"
         "d.small_lock = lambda: lock\n"

@@ -37,7 +37,7 @@ from bakehouse.toolkit.embedded import read_cuda_file
 from bakehouse.toolkit.provide import pin_toolkit, provide, toolkit_folder, wheels_for
 from bakehouse.toolkit.settle import described
 from bakehouse.toolkit.types import Requested, Toolkit
-from tests.small_engine import small_lock, small_recipe, write_small
+from tests.support.small_engine import small_lock, small_recipe, write_small
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -246,7 +246,7 @@ def planned(ctx: Context, pin: ToolkitPin, recipe: Recipe, *, make: bool = True)
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The source is the small project with one kernel in it."""
-    from tests.small_engine import FILES
+    from tests.support.small_engine import FILES
 
     lists = FILES["CMakeLists.txt"] + CUDA_LISTS
 
@@ -291,7 +291,7 @@ def test_a_small_cuda_build_from_provided_toolkit_to_artifact(
 def test_a_build_that_left_cuda_out_is_refused_before_compiling(
     kept: Context, pins: dict[str, ToolkitPin], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from tests.small_engine import FILES
+    from tests.support.small_engine import FILES
 
     lists = FILES["CMakeLists.txt"] + (
         'option(GGML_CUDA "CUDA" OFF)\nmessage(WARNING "CUDA not found")\n'

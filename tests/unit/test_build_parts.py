@@ -14,7 +14,7 @@ from bakehouse.elf import read_dynamic
 from bakehouse.engines.llamacpp.cmake import git_stand_in
 from bakehouse.plan.build import plan_build
 from bakehouse.ports.process import Captured
-from tests.small_engine import FAKE_HOST, FAKE_PLACES, FAKE_TOOLS, small_lock, small_recipe
+from tests.support.small_engine import FAKE_HOST, FAKE_PLACES, FAKE_TOOLS, small_lock, small_recipe
 
 
 def version(code: int, err: str) -> list[tuple[str, Verdict, str]]:

@@ -14,7 +14,7 @@ from bakehouse.errors import HostError, RecipeError
 from bakehouse.places import Places
 from bakehouse.plan.build import plan_build
 from bakehouse.plan.types import BuildPlan
-from tests.small_engine import (
+from tests.support.small_engine import (
     FAKE_HOST,
     FAKE_PLACES,
     FAKE_TOOLS,

@@ -1,7 +1,7 @@
 """Builds the small project in a process of its own, so that a test can kill it.
 
-Called as `python -m tests.build_driver HOME SLOW`; prints what it says, then one line of JSON. SLOW
-is `configure` or `compile`: that step then sleeps for as long as HOME/slow says.
+Called as `python -m tests.support.build_driver HOME SLOW`; prints what it says, then one line of
+JSON. SLOW is `configure` or `compile`: that step then sleeps for as long as HOME/slow says.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bakehouse.errors import BakehouseError
 from bakehouse.lock import Lock
 from bakehouse.places import Places
 from bakehouse.records.store import Run
-from tests.small_engine import FILES, small_lock, small_plan, write_small
+from tests.support.small_engine import FILES, small_lock, small_plan, write_small
 
 SLOW = {
     "configure": "execute_process(COMMAND sleep {seconds})\n",
