@@ -17,6 +17,7 @@ from bakehouse.serve.launch import kept_key
 from bakehouse.serve.watch import Tail
 
 TICK_S = 0.2
+BLOCK = 1 << 16
 JSON_LINES = 1000
 """So many lines at most go into a JSON document where `--lines` says nothing."""
 
@@ -44,20 +45,29 @@ def run(ctx: Context, options: Options) -> Outcome:
         )  # fmt: skip
     key = kept_key(folder)
     hide = Redactor((key,) if key else ())
-    tail = Tail(log)
-    last = last_lines(tail, JSON_LINES if wanted is None else wanted)
+    last = last_lines(log, JSON_LINES if wanted is None else wanted)[0]
     result = {"log": str(log), "lines": [hide.text(clean(text)) for text in last]}
     return Outcome(result=result, lines=shown(ctx, folder, wanted, options.follow, hide))
 
 
-def last_lines(tail: Tail, count: int) -> list[str]:
-    """Give the last `count` lines of what is there now; an unfinished last line counts."""
-    kept: deque[str] = deque(maxlen=count)
-    while new := tail.lines():
-        kept.extend(new)
-    if tail.rest:
-        kept.append(tail.rest.decode(errors="replace"))
-    return list(kept)
+def last_lines(log: Path, count: int) -> tuple[list[str], Tail]:
+    """Give the last `count` whole lines of what is there, and the tail that goes on from there.
+
+    Reads from the end: a log of gigabytes costs no more than a small one.
+    """
+    size = log.stat().st_size
+    span = BLOCK
+    while True:
+        start = max(size - span, 0)
+        tail = Tail(log, start)
+        kept: deque[str] = deque(maxlen=count)
+        seen = 0
+        while new := tail.lines():
+            kept.extend(new)
+            seen += len(new)
+        if seen > count or not start:
+            return list(kept), tail
+        span *= 4
 
 
 def shown(
@@ -66,13 +76,8 @@ def shown(
     """Give the lines, and with `follow` those that come, until the server has ended."""
     tail = Tail(folder / "server.log")
     if count is not None:
-        yield from map(hide.text, last_lines(tail, count)) if not follow else ()
-        if not follow:
-            return
-        kept: deque[str] = deque(maxlen=count)
-        while new := tail.lines():
-            kept.extend(new)
-        yield from map(hide.text, kept)
+        last, tail = last_lines(folder / "server.log", count)
+        yield from map(hide.text, last)
     while True:
         alive = follow and look(folder).alive
         while new := tail.lines():

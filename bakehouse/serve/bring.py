@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from bakehouse.base import digest
-from bakehouse.checks import Check
+from bakehouse.checks import Check, check, not_passed
 from bakehouse.context import Context
 from bakehouse.engines.llamacpp.server import Features
-from bakehouse.errors import BakehouseError, HostError, Interrupted, NotHealthy
+from bakehouse.errors import BakehouseError, HostError, Interrupted, NotCorrect, NotHealthy
 from bakehouse.plan.types import ServePlan
 from bakehouse.records.model import Answer
 from bakehouse.serve.control import Seen, look, stop
@@ -128,9 +128,14 @@ def _again(ctx: Context, seen: Seen, order: Order, questions: Prove, notes: Note
         seen.folder, state.server, state.nonce, state.host, state.port, order.settings.engine,
         order.settings.key,
     )  # fmt: skip
-    evidence = Evidence()
+    evidence = Evidence([_watched(seen.folder, state.findings)])
     began = ctx.clock.monotonic()
     try:
+        if missing := not_passed(evidence.checks):
+            raise NotCorrect(
+                f"since it was proven its log shows: {missing[0].observed}", checks=missing,
+                where=missing[0].where, hint="it was stopped; serve it again, and read its log",
+            )  # fmt: skip
         prove(ctx, server, order.asked, questions, evidence)
     except BakehouseError as error:
         if not isinstance(error, Interrupted):
@@ -139,6 +144,17 @@ def _again(ctx: Context, seen: Seen, order: Order, questions: Prove, notes: Note
     finally:
         _note(notes, server, evidence)
     return Ready(server, evidence, True, 0.0, ctx.clock.monotonic() - began)
+
+
+def _watched(folder: Path, findings: tuple[dict[str, Any], ...]) -> Check:
+    """What the keeper read in the log since the proof, however long the log has become."""
+    first = findings[0] if findings else None
+    return check(
+        "log-since-proof", "no fatal and no silent fault in the log since it was proven",
+        f"{first['severity']}: {first['line']}" if first else "none",
+        f"server.log:{first['line_number']}" if first else str(folder / "server.log"),
+        ok=first is None,
+    )  # fmt: skip
 
 
 def _fresh(ctx: Context, order: Order, questions: Prove, notes: Notes) -> Ready:

@@ -108,6 +108,7 @@ def _note_gone(folder: Path, known: State) -> State:
     ended = Ended(at=states.now(), why="lost", code=None, says=f"gone: {reboot}")
     gone = replace(known, phase="ended", ended=ended)
     states.write(folder, gone)
+    states.forget_key(folder)
     return gone
 
 
@@ -136,6 +137,7 @@ def stop(folder: Path) -> Stopped:
     known = _read(folder)
     killed = end(lambda: everything(folder, known), grace=2.0 if keeper else patience)
     known = _read(folder)
+    states.forget_key(folder)
     if known and known.phase != "ended":
         ended = Ended(at=states.now(), why="stopped", code=None, says="stopped as asked")
         states.write(folder, replace(known, phase="ended", ended=ended))

@@ -188,6 +188,7 @@ class Keeper:
         )
         ended = Ended(at=state.now(), why=why, code=code, says=says)
         self._note(phase="ended", ended=ended)
+        state.forget_key(self.folder)
         self._tell({"event": "ended", "says": says, "code": code, "why": why})
 
     def _below(self) -> list[Process]:

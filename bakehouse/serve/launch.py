@@ -180,7 +180,7 @@ def prepare(folder: Path, key: str | None) -> None:
         folder.chmod(0o700)
         _rotate(folder / "server.log")
         (folder / "keeper.log").write_bytes(b"")
-        _put_key(folder / "api-key", key)
+        _put_key(folder / states.KEY_FILE, key)
     except OSError as error:
         raise HostError(
             f"the server's folder cannot be used: {error.strerror}", where=str(error.filename),
@@ -202,12 +202,13 @@ def _put_key(path: Path, key: str | None) -> None:
     if key is not None:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w") as file:
-            file.write(key + "\n")
+            # Of a single key the engine logs the last letters; of two only how many they are.
+            file.write(f"{key}\n{secrets.token_hex(16)}\n")
 
 
 def kept_key(folder: Path) -> str | None:
     """Give the API key that a running server was started with."""
     try:
-        return (folder / "api-key").read_text().strip() or None
-    except OSError:
+        return (folder / states.KEY_FILE).read_text().splitlines()[0]
+    except (OSError, IndexError):
         return None

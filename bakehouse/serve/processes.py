@@ -8,6 +8,7 @@ that what escaped its session, or lost its parent, is found again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import time
@@ -69,13 +70,16 @@ class Process:
         """Signal this very process; False where it is gone. No other process is ever hit."""
         try:
             handle = os.pidfd_open(self.pid)
-        except (ProcessLookupError, OSError):
-            return False
+        except OSError as error:
+            if error.errno != errno.ENOSYS or not self.alive:
+                return False
+            os.kill(self.pid, number)  # a kernel before 5.3: as good as it gets
+            return True
         try:
             if not self.alive:
                 return False
             signal.pidfd_send_signal(handle, number)
-        except ProcessLookupError:
+        except OSError:
             return False
         finally:
             os.close(handle)

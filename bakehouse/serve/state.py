@@ -6,6 +6,7 @@ a reader sees a whole one; what was cut short or edited all the same is told apa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 from bakehouse.serve.processes import Process, boot_id
 
 SCHEMA = 1
+KEY_FILE = "api-key"
 PHASES = ("starting", "proven", "ended")
 
 
@@ -99,6 +101,12 @@ def write(folder: Path, state: State) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, target)
+
+
+def forget_key(folder: Path) -> None:
+    """Remove the API key of a server that has ended."""
+    with contextlib.suppress(OSError):
+        (folder / KEY_FILE).unlink()
 
 
 def read(folder: Path) -> State | None:

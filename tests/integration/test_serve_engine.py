@@ -114,6 +114,9 @@ def test_a_key_guards_it(context: Context, notes: Notes, real: Callable[..., Ord
     ready = bring_up(context, real(key="sekret-key-1"), agree, notes)
     assert context.http.ask("GET", f"{ready.server.url}/v1/models").status == 401
     assert next(c for c in notes.seen if c.id == "key").passed
+    assert "key-1" not in (ready.server.folder / "server.log").read_text()
+    stop(ready.server.folder)
+    assert not (ready.server.folder / "api-key").exists()
 
 
 def test_the_users_own_settings_do_not_reach_it(
