@@ -132,7 +132,8 @@ def _again(ctx: Context, seen: Seen, order: Order, questions: Prove, notes: Note
     began = ctx.clock.monotonic()
     try:
         if missing := not_passed(evidence.checks):
-            raise NotCorrect(
+            silent = state.findings[0]["severity"] == "silent"
+            raise (NotCorrect if silent else NotHealthy)(
                 f"since it was proven its log shows: {missing[0].observed}", checks=missing,
                 where=missing[0].where, hint="it was stopped; serve it again, and read its log",
             )  # fmt: skip

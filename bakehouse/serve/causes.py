@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bakehouse.checks import Check, check
 from bakehouse.redact import clean
+from bakehouse.signatures import Severity, scan
 
 LOG_BYTES = 32 << 20
 """So much of a log's beginning is read, in bytes: what went wrong first stands there."""
@@ -18,7 +17,6 @@ _ERROR = re.compile(
     r"^[\d.]+ E |\berror\b|\bfailed\b|\bfatal\b|\bcannot\b|GGML_ASSERT|\babort|terminate called",
     re.IGNORECASE,
 )
-GRAVE = ("fatal", "silent")
 
 
 @dataclass(frozen=True)
@@ -48,19 +46,21 @@ def read_log(path: Path) -> list[str]:
 
 
 def grave(lines: Sequence[str], engine: str) -> tuple[Cause, ...]:
-    """Give the lines with a fatal or silent signature, first one first."""
-    scan: Any = getattr(importlib.import_module("bakehouse.signatures"), "scan", None)
-    found = scan(lines, engine=engine) if scan else ()
+    """Give the lines that show a fatal, silent or lost-feature signature, first cause first."""
     return tuple(
         Cause(f.line_number, f.line, str(f.severity), f.cause, f.mend)
-        for f in sorted(found, key=lambda f: f.line_number)
-        if str(f.severity) in GRAVE
+        for f in scan(lines, engine=engine)
+        if f.bad
     )
 
 
-def first_cause(lines: Sequence[str], engine: str) -> Cause | None:
-    """Give the first line with a grave signature; else the first that speaks of an error."""
-    if known := grave(lines, engine):
+def first_cause(lines: Sequence[str], engine: str, *, died: bool = False) -> Cause | None:
+    """Give the line that explains best: a grave signature, else the first that speaks of an error.
+
+    A server that `died` is explained by a fatal line, not by one that it went on after.
+    """
+    known = [c for c in grave(lines, engine) if c.severity == Severity.FATAL or not died]
+    if known:
         return known[0]
     for number, line in enumerate(lines, start=1):
         if _ERROR.search(line):
@@ -68,11 +68,10 @@ def first_cause(lines: Sequence[str], engine: str) -> Cause | None:
     return None
 
 
-def signature_check(lines: Sequence[str], engine: str) -> tuple[Check, Cause | None]:
+def signature_check(lines: Sequence[str], engine: str) -> Check:
     """Judge a log by its signatures; an empty log is no evidence."""
-    found = grave(lines, engine)
-    first = found[0] if found else None
+    first = next(iter(grave(lines, engine)), None)
     seen = f"{first.severity}: {first.meaning}" if first else f"none in {len(lines)} lines"
     where = first.where if first else "server.log"
-    ok = None if not lines else first is None
-    return check("log", "no fatal and no silent fault in the log", seen, where, ok=ok), first
+    ok = first is None if lines else None
+    return check("log", "no fatal fault, no silent one, nothing lost", seen, where, ok=ok)

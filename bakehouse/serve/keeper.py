@@ -154,13 +154,17 @@ class Keeper:
             self.why = "stopped"
 
     def _guard(self) -> None:
-        if findings := self.log.findings():
-            self._note(findings=(*self.state.findings, *findings)[:50])
+        self._read_log()
         free = available_memory()
         low = bool(self.spec.memory_floor) and free is not None and free < self.spec.memory_floor
         self.low = self.low + 1 if low else 0
         if self.low >= LOW_TICKS and self.status is None and self.why is None:
             self.why = "memory"
+
+    def _read_log(self) -> None:
+        """Note what the log shows since the proof; up to it whoever proves reads the log."""
+        if self.state.phase == "proven" and (findings := self.log.findings()):
+            self._note(findings=(*self.state.findings, *findings)[:50])
 
     def _reap(self) -> None:
         """Collect whatever ended below, and remember how the server itself did."""
@@ -177,8 +181,7 @@ class Keeper:
             _end_group(self.child, self.state.stop_timeout, self._reap)
         end(self._below, grace=LEFTOVERS_S, tick=self._reap)
         self._reap()
-        if findings := self.log.findings():
-            self._note(findings=(*self.state.findings, *findings)[:50])
+        self._read_log()
         code = None if self.status is None else os.waitstatus_to_exitcode(self.status)
         why = self.why or "exited"
         says = (

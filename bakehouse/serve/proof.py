@@ -159,7 +159,7 @@ def features(ctx: Context, server: Running, asked: Features) -> list[Check]:
 
 
 def _signatures(server: Running) -> Check:
-    return signature_check(read_log(server.log), server.engine)[0]
+    return signature_check(read_log(server.log), server.engine)
 
 
 def _stage(server: Running, seen: Evidence, checks: list[Check]) -> None:

@@ -164,7 +164,7 @@ class Waiting:
 def explain(what: str, checks: tuple[Check, ...], link: Link, engine: str) -> NotHealthy:
     """Make the error, with the first cause in the log."""
     lines = read_log(link.folder / "server.log")
-    cause = first_cause(lines, engine)
+    cause = first_cause(lines, engine, died=link.ended is not None)
     log = link.folder / "server.log"
     hint = f"read {log}" + ("" if lines else " (it is empty)")
     if cause and cause.mend:

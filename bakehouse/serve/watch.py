@@ -1,17 +1,18 @@
 """What the keeper looks at while a server runs: its log and the machine's memory.
 
-Standard library at the top level; the signatures are imported once, when the first line is read.
+Standard library at the top level; the signatures are imported once there is a line to judge.
 """
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bakehouse.signatures import Scanner
 
 CHUNK = 1 << 20
 LONGEST_LINE = 1 << 16
-GRAVE = frozenset({"fatal", "silent"})
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
@@ -59,22 +60,20 @@ class LogWatch:
     def __init__(self, path: Path, engine: str) -> None:
         self.tail = Tail(path)
         self.engine = engine
-        self.scanner: Any = None
+        self.scanner: Scanner | None = None
 
     def findings(self) -> list[dict[str, Any]]:
-        """Give what new lines show of fatal or silent faults, as plain data."""
+        """Give what new lines show of fatal, silent or lost-feature faults, as plain data."""
         lines = self.tail.lines()
         if not lines:
             return []
         if self.scanner is None:
-            signatures = importlib.import_module("bakehouse.signatures")
-            make = getattr(signatures, "Scanner", None)
-            self.scanner = make(engine=self.engine) if make else False
-        if not self.scanner:
-            return []
-        found = [f for line in lines for f in self.scanner.feed(line)]
+            from bakehouse.signatures import Scanner  # 20 MB that a keeper needs only now
+
+            self.scanner = Scanner(engine=self.engine)
+        new = {id_ for line in lines for id_ in self.scanner.feed(line)}
         return [
             {"id": f.id, "severity": str(f.severity), "line_number": f.line_number, "line": f.line}
-            for f in found
-            if str(f.severity) in GRAVE
+            for f in (self.scanner.findings() if new else ())
+            if f.bad and f.id in new
         ]

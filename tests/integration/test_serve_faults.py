@@ -182,6 +182,29 @@ def test_a_server_that_is_sick_after_the_probe(context: Context, notes: Notes) -
     assert refused(context, notes, order(context), path="/sicken")[0] == "health-after"
 
 
+def test_a_fault_in_the_log_is_no_readiness(context: Context, notes: Notes) -> None:
+    line = "CUDA error: an illegal memory access was encountered"
+    id_, error = refused(context, notes, order(context, f"print={line}"))
+    assert id_ == "log"
+    assert line in str(error.where)
+
+
+def test_a_fault_that_the_probe_brings_out(context: Context, notes: Notes) -> None:
+    assert refused(context, notes, order(context), path="/corrupt")[0] == "log-after"
+
+
+def test_a_fault_after_the_proof_is_recorded_and_ends_the_next_proof(
+    context: Context, notes: Notes
+) -> None:
+    ready = bring_up(context, order(context), agree, notes)
+    context.http.ask("GET", f"{ready.server.url}/corrupt")
+    wait_until(lambda: findings_of(ready.server.folder))
+    with pytest.raises(NotHealthy) as caught:
+        bring_up(context, order(context), agree, notes)
+    assert "illegal memory access" in caught.value.what
+    assert not left_of(context)
+
+
 def test_wrong_answers_are_another_exit_code(context: Context, notes: Notes) -> None:
     wrong = proof(check("facts", "5 of 5", "1 of 5", "POST /v1", ok=False), verdict=Verdict.FAILED)
     with pytest.raises(NotCorrect) as caught:
@@ -331,6 +354,11 @@ def serving(
         state=str(ctx.places.state), wait=wait, run=str(run), foreground=foreground,
     )  # fmt: skip
     return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+
+
+def findings_of(folder: Path) -> object:
+    state = states.read(folder)
+    return state and state.findings
 
 
 def wait_until(true: object, seconds: float = 10.0) -> None:

@@ -39,7 +39,10 @@ def parse() -> tuple[argparse.Namespace, dict[str, str]]:
 
 
 OPTIONS, FAULTS = parse()
-KEY = Path(OPTIONS.api_key_file).read_text().strip() if OPTIONS.api_key_file else ""
+KEYS = {
+    f"Bearer {key}"
+    for key in (Path(OPTIONS.api_key_file).read_text().splitlines() if OPTIONS.api_key_file else ())
+}
 
 
 def log(text: str) -> None:
@@ -67,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
         if "garbage" in FAULTS:
             return self.answer(200, "\x00\x01{not json")
         if "unauthorized" in FAULTS or (
-            KEY and self.path != "/health" and self.headers.get("Authorization") != f"Bearer {KEY}"
+            KEYS and self.path != "/health" and self.headers.get("Authorization") not in KEYS
         ):
             error = {"message": "Invalid API Key", "type": "authentication_error", "code": 401}
             return self.answer(401, {"error": error})
@@ -79,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if KEY and self.headers.get("Authorization") != f"Bearer {KEY}":
+        if KEYS and self.headers.get("Authorization") not in KEYS:
             return self.answer(401, {"error": {"message": "Invalid API Key", "code": 401}})
         text = "The answer is 5." if "wrong" in FAULTS else "The answer is 4."
         choice = {"index": 0, "finish_reason": "stop",
