@@ -97,9 +97,15 @@ def wanted(row: Row, engine: str | None) -> bool:
     return not (engine in servers and row.engine and set(row.engine) <= servers - {engine})
 
 
+@lru_cache(maxsize=1)
+def every_row() -> tuple[Row, ...]:
+    """Give the rows of all data files, read from disk once a process."""
+    rows = tuple(row for path in sorted(FOLDER.glob("*.yaml")) for row in read(path))
+    resolve(rows)
+    return rows
+
+
 @lru_cache(maxsize=8)
 def catalogue(engine: str | None = None) -> Catalogue:
-    """Give all rows that can show in this engine's log; read from disk once a process."""
-    rows = [row for path in sorted(FOLDER.glob("*.yaml")) for row in read(path)]
-    resolve(rows)
-    return build(row for row in rows if wanted(row, engine))
+    """Give all rows that can show in this engine's log."""
+    return build(row for row in every_row() if wanted(row, engine))

@@ -201,14 +201,15 @@ def _settled(
     tried: tuple[Signature, ...], shown: Collection[Signature], telling: list[Signature]
 ) -> Known:
     """Learn from one line what holds for all of its shape, so that they need no expression."""
-    sure = [s for s in telling if s.template.alike and not s.row.where]
-    left = [
+    alike = [s for s in telling if s.template.alike and not s.row.where]
+    sure = tuple(dict.fromkeys(s.row.id for s in alike))
+    left = tuple(
         s
         for s in tried
-        if s not in sure and (s in shown or s.template.strict or s.row.where)
-        if not (sure and s.row.role == "unknown")
-    ]
-    return Known(tuple(dict.fromkeys(s.row.id for s in sure)), tuple(left), settled=True)
+        if s.row.id not in sure and not (sure and s.row.role == "unknown")
+        if s in shown or s.template.strict or s.row.where
+    )
+    return Known(sure, left, settled=True)
 
 
 def _caught(signature: Signature, line: str, body: str) -> dict[str, str] | None:

@@ -11,19 +11,12 @@ import pytest
 from pydantic import ValidationError
 
 from bakehouse.signatures import Scanner
-from bakehouse.signatures.catalogue import (
-    FOLDER,
-    build,
-    catalogue,
-    read,
-    resolve,
-    wanted,
-)
+from bakehouse.signatures.catalogue import build, catalogue, every_row, resolve, wanted
 from bakehouse.signatures.judge import bound, filled
 from bakehouse.signatures.model import ENGINES, Row
 from bakehouse.signatures.pattern import parse, spellings
 
-ROWS = [row for path in sorted(FOLDER.glob("*.yaml")) for row in read(path)]
+ROWS = every_row()
 TEMPLATES = [(row, text) for row in ROWS for text in row.pattern]
 NUMBERS = ("7", "0", "99", "0.001", "5000", "11.5", "1.5", "400")
 
