@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from bakehouse.signatures.catalogue import Catalogue, Signature, catalogue
 from bakehouse.signatures.judge import Hit, judge, within
-from bakehouse.signatures.model import Finding
+from bakehouse.signatures.model import Finding, Severity
 from bakehouse.signatures.pattern import shape
 from bakehouse.signatures.text import decoded, message, printable, without_colours
 
@@ -40,8 +40,8 @@ class Known(NamedTuple):
 class Scanner:
     """Reads a log as it comes and says at any time what it shows.
 
-    `feed` takes one line, `feed_bytes` data cut anywhere; both give the ids that show for the
-    first time, so that a live tail asks for `findings` only when there is something new.
+    `feed` takes one line, `feed_bytes` data cut anywhere; both give the findings that are new, also
+    those that an earlier line shows and only this one corroborates.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class Scanner:
         self._catalogue = known or catalogue(engine)
         self._stage = stage
         self._hits: dict[str, Hit] = {}
-        self._new: list[str] = []
+        self._changed = False
+        self._told: set[tuple[str, Severity]] = set()
         self._clean: set[bytes] = set()
         self._clean_size = 0
         self._hot: dict[bytes, Known] = {}
@@ -63,17 +64,21 @@ class Scanner:
         self.lines = 0
         """Whole lines read so far."""
 
-    def feed(self, line: str | bytes) -> tuple[str, ...]:
+    def feed(self, line: str | bytes) -> tuple[Finding, ...]:
         """Read one line, with or without its newline."""
         data = line.encode(errors="replace") if isinstance(line, str) else line
         return self.feed_bytes(data.rstrip(b"\r\n") + b"\n")
 
-    def feed_bytes(self, data: bytes) -> tuple[str, ...]:
+    def feed_bytes(self, data: bytes) -> tuple[Finding, ...]:
         """Read data as it comes from a file or pipe; an unfinished last line waits for its end."""
         for start in range(0, len(data), _BLOCK):
             self._take(data[start : start + _BLOCK])
-        new, self._new = tuple(self._new), []
-        return new
+        if not self._changed:
+            return ()
+        self._changed = False
+        new = [f for f in self.findings() if (f.id, f.severity) not in self._told]
+        self._told.update((f.id, f.severity) for f in new)
+        return tuple(new)
 
     def findings(self) -> tuple[Finding, ...]:
         """Give what the log shows so far, first cause first."""
@@ -187,7 +192,7 @@ class Scanner:
         if hit is None:
             line = printable(message(decoded(data)))
             self._hits[id_] = Hit(line_number, line, caught, last=line_number, latest=caught)
-            self._new.append(id_)
+            self._changed = True
         elif hit.last != line_number:
             hit.count += 1
             hit.last = line_number

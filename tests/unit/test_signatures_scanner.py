@@ -70,7 +70,7 @@ def test_feed_names_what_shows_for_the_first_time() -> None:
     scanner = Scanner()
 
     assert scanner.feed("all is well") == ()
-    assert scanner.feed(OOM) == ("cuda-alloc-failed",)
+    assert [f.id for f in scanner.feed(OOM)] == ["cuda-alloc-failed"]
     assert scanner.feed(OOM) == ()
     assert [f.id for f in scanner.findings()] == ["cuda-alloc-failed"]
 
@@ -90,8 +90,9 @@ def test_corroboration_may_come_later() -> None:
     scanner = Scanner()
     scanner.feed("warning: no usable GPU found, --gpu-layers option will be ignored")
     before = [f.severity for f in scanner.findings()]
-    scanner.feed("ggml_cuda_init: found 1 CUDA devices (Total VRAM: 8150 MiB):")
+    late = scanner.feed("ggml_cuda_init: found 1 CUDA devices (Total VRAM: 8150 MiB):")
 
+    assert [(f.id, f.severity, f.line_number) for f in late] == [("no-usable-gpu", "harmless", 1)]
     assert before == ["lost"]
     assert [f.severity for f in scanner.findings()] == ["harmless"]
 
