@@ -139,6 +139,7 @@ def build(
     port="the port to listen on; 0 takes a free one",
     host="the address to listen on; beyond this machine only with an API key",
     dry_run="print what would be run, and run nothing",
+    accept_memory_risk="why to start it although it does not fit; kept in the record",
     foreground="stay, and stop the server when interrupted",
 )
 def serve(
@@ -150,6 +151,7 @@ def serve(
     host: str | None = None,
     dry_run: bool = False,
     foreground: bool = False,
+    accept_memory_risk: str | None = None,
     json: bool = False,
     debug: bool = False,
 ) -> None:
@@ -157,7 +159,7 @@ def serve(
     _main(
         "serve", json, debug,
         recipe=recipe, set_=set_, locked=locked, port=port, host=host, dry_run=dry_run,
-        foreground=foreground,
+        foreground=foreground, accept_memory_risk=accept_memory_risk,
     )  # fmt: skip
 
 

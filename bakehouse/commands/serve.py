@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from bakehouse.lock import Lock
 from bakehouse.outcome import Outcome
 from bakehouse.plan.types import BuildPlan, ServePlan
 from bakehouse.plan.whole import make_plan, survey
+from bakehouse.preflight.admit import admit
 from bakehouse.probe.prove import answer_lines, prove
 from bakehouse.recipe.load import Loaded, find, load
 from bakehouse.recipe.model import Recipe
@@ -43,6 +44,8 @@ class Options:
     locked: bool = False
     foreground: bool = False
     dry_run: bool = False
+    accept_memory_risk: str = ""
+    """Why it is started although the budget says that it does not fit."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ def run(ctx: Context, options: Options) -> Outcome:
         record.pin(lock=digest(lock))
         wanted = _wanted(ctx, loaded, lock, options.host, port, key)
         _early(ctx, wanted)
-        ensure_weights(ctx, loaded, lock)
+        weights = ensure_weights(ctx, loaded, lock)
+        files = {role: paths.files for role, paths in weights.items()}
+        _admit(ctx, wanted, files, record, options.accept_memory_risk)
         survey(ctx, recipe, lock, make=True)
         ensure_build(ctx, lock, wanted.build, record)
         ready = bring_up(
@@ -112,6 +117,23 @@ def _early(ctx: Context, wanted: Wanted) -> None:
     """Refuse a taken port before a build that may take long, not after it."""
     if not look(ctx.places.servers / wanted.plan.name).alive:
         refuse_taken(wanted.plan.host, wanted.plan.port)
+
+
+def _admit(
+    ctx: Context, wanted: Wanted, files: Mapping[str, Sequence[str]], record: Run, risk: str
+) -> None:
+    """Refuse weights that cannot serve, and what does not fit, before a build that may take long.
+
+    A server that runs already has its memory, which would be counted twice.
+    """
+    if look(ctx.places.servers / wanted.plan.name).alive:
+        return
+    admission = admit(ctx, wanted.recipe, wanted.lock, files, wanted.plan.argv,
+                      risk_accepted=bool(risk))  # fmt: skip
+    record.fact("preflight", [check.to_data() for check in admission.checks])
+    record.fact("memory", admission.budget.to_data())
+    if risk:
+        record.fact("memory_risk_accepted", risk)
 
 
 def _order(ctx: Context, wanted: Wanted, foreground: bool) -> Order:

@@ -244,7 +244,8 @@ class _Count:
     def all_the_rest(self) -> None:
         """Everything besides the weights, from what a machine had left with a server loaded."""
         left = self.measured["left"]
-        held = sum(line.bytes for line in self.lines)
+        # A drafter or a projector may have come since; counting them on top errs on the safe side.
+        held = sum(line.bytes for line in self.lines if line.item.startswith("weights"))
         total = left.of or self.machine.total
         self.add(
             "cache, buffers and engine", max(0, total - IDLE - left.size - held),

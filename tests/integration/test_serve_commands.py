@@ -263,3 +263,32 @@ def test_a_server_in_the_foreground_that_dies(
     assert code == 7
     assert "READY" in out.out
     assert "SIGKILL" in out.err
+
+
+RESERVE = "memory: {reserve: 1000TiB}"
+
+
+def test_what_does_not_fit_is_9_and_never_started(home: Path, invoke: Invoke) -> None:
+    write(home, tail=RESERVE)
+    code, said, _ = invoke("serve", recipe="tiny")
+    assert code == 9
+    assert said["error"]["id"] == "memory"
+    assert [c["verdict"] for c in said["checks"] if c["id"] == "memory-fits"] == ["failed"]
+    assert not look(Places.from_environment().servers / "tiny").alive
+
+
+def test_a_risk_that_somebody_takes_is_on_record(home: Path, invoke: Invoke) -> None:
+    write(home, tail=RESERVE)
+    code, said, _ = invoke("serve", recipe="tiny", accept_memory_risk="it is my machine")
+    assert (code, said["error"]) == (0, None)
+    facts = json.loads(Path(said["result"]["record"]).read_text())["facts"]
+    assert facts["memory_risk_accepted"] == "it is my machine"
+    assert facts["memory"]["lines"]
+
+
+def test_a_model_that_a_header_shows_to_be_broken_is_4(home: Path, invoke: Invoke) -> None:
+    broken = gguf_bytes(llama_metadata(general__architecture=None), [f32("a", 8)])
+    (home / "model.gguf").write_bytes(broken)
+    code, said, _ = invoke("serve", recipe="tiny")
+    assert (code, said["error"]["id"]) == (4, "model-architecture")
+    assert "no general.architecture" in said["error"]["what"]
