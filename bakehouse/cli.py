@@ -124,6 +124,11 @@ def _run(edge: Edge) -> Result:
     logs.silence()
     if edge.debug and sys.stderr:
         logs.configure(sys.stderr, edge.redactor, as_json=edge.json)
+    if edge.json and edge.options.get("foreground"):
+        raise UsageError(
+            "--foreground and --json do not go together",
+            hint="serve with --json, then follow it with status and logs",
+        )
     command = cast(Command, import_module(f"bakehouse.commands.{edge.task}"))
     progress = console.make_progress(sys.stderr, os.environ, edge.redactor)
     context = Context(places=Places.from_environment(), recipes=edge.recipes, progress=progress)

@@ -9,6 +9,7 @@ from typing import Any
 
 from bakehouse.base import digest
 from bakehouse.build.ensure import ensure as ensure_build
+from bakehouse.commands.planned import build_lines, serve_lines
 from bakehouse.context import Context
 from bakehouse.engines.llamacpp.server import Features
 from bakehouse.errors import HostError, NotHealthy, UsageError
@@ -187,11 +188,8 @@ def api_key(ctx: Context, loaded: Loaded) -> str | None:
 
 
 def _dry(wanted: Wanted) -> Outcome:
-    plan = wanted.plan
-    lines = ["would run, with {nonce} new each time:", *(f"  {a}" for a in plan.argv)]
-    lines += ["with, beside the allowlist:", *(f"  {k}={v}" for k, v in plan.env.items())]
-    lines += ["and expect:", *(f"  {e}" for e in plan.expects)]
-    return Outcome(result={"build": wanted.build, "serve": plan}, text="\n".join(lines))
+    lines = [*build_lines(wanted.build), "", *serve_lines(wanted.plan)]
+    return Outcome(result={"build": wanted.build, "serve": wanted.plan}, text="\n".join(lines))
 
 
 def _outcome(ctx: Context, wanted: Wanted, ready: Ready, record: Path) -> Outcome:
