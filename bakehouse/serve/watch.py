@@ -71,9 +71,9 @@ class LogWatch:
             from bakehouse.signatures import Scanner  # 20 MB that a keeper needs only now
 
             self.scanner = Scanner(engine=self.engine)
-        new = {id_ for line in lines for id_ in self.scanner.feed(line)}
+        new = {(f.id, f.severity) for line in lines for f in self.scanner.feed(line)}
         return [
             {"id": f.id, "severity": str(f.severity), "line_number": f.line_number, "line": f.line}
             for f in (self.scanner.findings() if new else ())
-            if f.bad and f.id in new
+            if f.bad and (f.id, f.severity) in new
         ]
