@@ -1,0 +1,290 @@
+"""The edge: one JSON document whatever happens, three lines for people, the right exit code."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bakehouse import errors
+from bakehouse.checks import check
+from bakehouse.cli import main, make_options
+from bakehouse.context import Context
+from bakehouse.errors import BakehouseError, Fault, RecipeError, UsageError
+from bakehouse.outcome import Outcome
+from bakehouse.records.store import Run
+
+SECRET = "hf_abcdefghijklmnopqrstuvwxyz"
+CHECK = check("offload", "33/33", "0/33", "server.log:7", ok=False)
+
+
+@dataclass(frozen=True)
+class Options:
+    word: str = "none"
+    flag: bool = False
+    all_: bool = False
+    set_: tuple[str, ...] = ()
+
+
+Body = Callable[[Context, Any], Outcome]
+Install = Callable[[Body], None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
+    """Give a way to make the task `try` do something."""
+    monkeypatch.setenv("BAKEHOUSE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+
+    def put(body: Body) -> None:
+        module = types.ModuleType("bakehouse.commands.try")
+        module.__dict__.update(Options=Options, run=body)
+        monkeypatch.setitem(sys.modules, "bakehouse.commands.try", module)
+
+    return put
+
+
+def raises(error: BaseException) -> Body:
+    def body(ctx: Context, options: Any) -> Outcome:
+        raise error
+
+    return body
+
+
+def call(capfd: pytest.CaptureFixture[str], **options: Any) -> tuple[int, dict[str, Any], str]:
+    code = main("try", options, json=True)
+    said = capfd.readouterr()
+    document = json.loads(said.out)
+    assert set(document) == {"schema", "task", "ok", "exit", "result", "checks", "error"}
+    assert (document["schema"], document["task"]) == (1, "try")
+    assert (document["exit"], document["ok"]) == (code, code == 0)
+    return code, document, said.err
+
+
+def every_class() -> list[type[BakehouseError]]:
+    kinds = [k for k in vars(errors).values() if isinstance(k, type)]
+    return [k for k in kinds if issubclass(k, BakehouseError) and k is not RecipeError]
+
+
+@pytest.mark.parametrize("kind", every_class())
+def test_every_class_of_error(
+    kind: type[BakehouseError], install: Install, capfd: pytest.CaptureFixture[str]
+) -> None:
+    install(raises(kind("it broke", where="file:3", hint="mend it", checks=[CHECK])))
+    code, document, _ = call(capfd)
+    assert code == kind.exit_code
+    assert document["error"] == {
+        "id": kind.default_id, "what": "it broke", "where": "file:3", "hint": "mend it",
+    }  # fmt: skip
+    assert document["checks"] == [CHECK.to_data()]
+    assert main("try", {}) == kind.exit_code
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [
+        "failed   offload  33/33; observed: 0/33; at: server.log:7",
+        "error: it broke",
+        "  at:   file:3",
+        "  hint: mend it",
+    ]
+
+
+def test_a_recipe_error_carries_its_faults(
+    install: Install, capfd: pytest.CaptureFixture[str]
+) -> None:
+    faults = [Fault("a.yaml", 3, 5, "unknown key 'bild'", "build?"), Fault("a.yaml", 0, 0, "no")]
+    install(raises(RecipeError("two faults", faults)))
+    code, document, _ = call(capfd)
+    assert code == 2
+    assert document["result"]["faults"][1]["line"] == 3
+    assert "a.yaml:3:5: unknown key 'bild' (build?)" in document["error"]["where"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "id_"),
+    [
+        (KeyboardInterrupt("SIGTERM"), 130, "interrupted"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (ZeroDivisionError("by zero"), 1, "unexpected"),
+        (SystemExit(0), 1, "unexpected"),
+        (RecursionError("deep"), 1, "unexpected"),
+        (MemoryError(), 9, "environment"),
+        (OSError(errno.ENOSPC, "No space left on device", "/x/y"), 9, "environment"),
+        (OSError(errno.EROFS, "Read-only file system", "/x/y"), 9, "environment"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x/y"), 9, "environment"),
+        (OSError(errno.EMFILE, "Too many open files"), 9, "environment"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/x/y"), 1, "unexpected"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, "unexpected"),
+    ],
+)
+def test_what_nobody_explained(
+    error: BaseException, code: int, id_: str, install: Install, capfd: pytest.CaptureFixture[str]
+) -> None:
+    install(raises(error))
+    given, document, err = call(capfd)
+    assert (given, document["error"]["id"]) == (code, id_)
+    assert "Traceback" not in err
+    main("try", {})
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_an_unexpected_error_keeps_its_traceback_where_it_says(
+    install: Install, capfd: pytest.CaptureFixture[str]
+) -> None:
+    install(raises(ValueError(f"token {SECRET}")))
+    _, document, _ = call(capfd)
+    details = Path(document["error"]["where"]).read_text()
+    assert "Traceback" in details
+    assert SECRET not in details
+    assert SECRET not in json.dumps(document)
+
+    def in_a_run(ctx: Context, options: Any) -> Outcome:
+        with Run.start(ctx, "serve", "x"):
+            raise ValueError("inside")
+
+    install(in_a_run)
+    _, document, _ = call(capfd)
+    assert document["error"]["where"] == document["result"]["record"] + "/traceback.txt"
+    assert Path(document["error"]["where"]).exists()
+
+
+def test_debug_prints_the_traceback_and_no_secret(
+    install: Install, capfd: pytest.CaptureFixture[str]
+) -> None:
+    install(raises(UsageError(f"bad {SECRET}")))
+    assert main("try", {}, debug=True) == 2
+    said = capfd.readouterr()
+    assert "Traceback" in said.err
+    assert SECRET not in said.err + said.out
+
+
+def test_debug_logs_children_to_standard_error(
+    install: Install, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def body(ctx: Context, options: Any) -> Outcome:
+        ctx.processes.capture(["true", SECRET], env={"PATH": os.environ["PATH"]})
+        return Outcome({})
+
+    install(body)
+    assert main("try", {}, json=True, debug=True) == 0
+    said = capfd.readouterr()
+    json.loads(said.out)
+    logged = json.loads(said.err.splitlines()[0])
+    assert (logged["event"], logged["argv"][0]) == ("process", "true")
+    assert SECRET not in said.err
+    assert main("try", {}, debug=False) == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_a_result_for_people_and_for_scripts(
+    install: Install, capfd: pytest.CaptureFixture[str]
+) -> None:
+    passed = check("stamp", "b1", "b1", "log:1", ok=True)
+
+    def body(ctx: Context, options: Any) -> Outcome:
+        print("a library that prints")
+        ctx.progress.say("working")
+        text = f"READY \x1b[31mred\x1b[0m {SECRET}"
+        return Outcome({"url": "http://x", "odd": float("nan"), "key": SECRET}, text, (passed,))
+
+    install(body)
+    code, document, err = call(capfd)
+    assert (code, document["result"]["url"]) == (0, "http://x")
+    assert document["result"]["odd"] == "nan"
+    assert SECRET not in json.dumps(document)
+    assert "a library that prints" in err
+    assert main("try", {}) == 0
+    said = capfd.readouterr()
+    assert said.err == "working\n"
+    assert said.out.splitlines() == [
+        "a library that prints",
+        "passed   stamp  b1; at: log:1",
+        "READY \\x1b[31mred\\x1b[0m [hidden]",
+    ]
+
+
+def test_a_result_and_an_error_together(
+    install: Install, capfd: pytest.CaptureFixture[str]
+) -> None:
+    error = errors.NotCorrect("wrong", where="there")
+    install(lambda ctx, options: Outcome({"n": 1}, "seen", (CHECK,), error=error))
+    code, document, _ = call(capfd)
+    assert (code, document["result"], document["error"]["id"]) == (8, {"n": 1}, "not-correct")
+    assert main("try", {}) == 8
+    said = capfd.readouterr()
+    assert said.out.splitlines()[-1] == "seen"
+    assert said.err.splitlines()[0] == "error: wrong"
+
+
+def test_lines_are_printed_as_they_come(
+    install: Install, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def lines() -> Iterator[str]:
+        yield "one\x07"
+        yield f"two {SECRET}"
+
+    install(lambda ctx, options: Outcome({"n": 2}, "log", lines=lines()))
+    assert main("try", {}) == 0
+    assert capfd.readouterr().out == "log\none\\x07\ntwo [hidden]\n"
+    assert call(capfd)[1]["result"] == {"n": 2}
+
+
+def test_options_take_their_flags_names(
+    install: Install, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = {"word": None, "flag": True, "all_": True, "set_": ["a=1", "b=2"]}
+    assert make_options(Options, given) == Options("none", True, True, ("a=1", "b=2"))
+    install(lambda ctx, options: Outcome(vars(options)))
+    code, document, _ = call(capfd, bogus="x")
+    assert code == 2
+    assert "--bogus" in document["error"]["what"]
+
+
+def test_a_task_that_does_not_exist(install: Install, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main("nonesuch", {}, json=True) == 1
+    assert json.loads(capfd.readouterr().out)["error"]["id"] == "unexpected"
+
+
+def test_no_home_at_all(
+    install: Install, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("BAKEHOUSE_HOME", "HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", staticmethod(nobody))
+    install(lambda ctx, options: Outcome({}))
+    code, document, _ = call(capfd)
+    assert code == 9
+    assert "BAKEHOUSE_HOME" in document["error"]["hint"]
+
+
+def test_a_state_folder_that_cannot_be_written(
+    install: Install,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "home").write_text("a file in the way")
+
+    def body(ctx: Context, options: Any) -> Outcome:
+        with Run.start(ctx, "serve", "x"):
+            pytest.fail("must not begin")
+
+    install(body)
+    code, document, _ = call(capfd)
+    assert (code, document["error"]["id"]) == (9, "state-not-writable")
+    install(raises(ValueError("boom")))
+    code, document, err = call(capfd)
+    assert code == 1
+    assert "could not be kept" in document["error"]["where"]
+    assert "Traceback" not in err
