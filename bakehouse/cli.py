@@ -242,7 +242,8 @@ def _keep_traceback(error: BaseException, edge: Edge, record: str | None) -> str
 def _signals() -> Iterator[None]:
     """Make INT, TERM and HUP one thing: a KeyboardInterrupt, once, that unwinds everything.
 
-    A signal that was ignored when we came (nohup, a shell's background job) stays ignored.
+    A signal that was ignored when we came (nohup, a shell's background job) stays ignored. Once
+    interrupted, nothing interrupts the way out: all that is left is a few lines to print.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -262,7 +263,7 @@ def _signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if seen else handler)
 
 
 def _show(result: Result, edge: Edge) -> int:

@@ -53,13 +53,7 @@ def plan_build(
     _refuse(recipe, build, extra, where)
     own = engine.asked(build.cmake)
     merged = engine.definitions(own, lock, extra)
-    work = places.builds / WORK
-    if bad := re.search(r"[\"$\\`;=#%:*\r\n]", str(work)):
-        raise HostError(
-            f"the cache folder's path holds {bad[0]!r}, which compilers and CMake cannot take",
-            where=str(places.cache),
-            hint="set BAKEHOUSE_HOME to a folder with a plainer name",
-        )
+    work = _work_folder(places)
     inputs = _inputs(recipe, build, lock, tools, host, merged, extra)
     passed = _passed(merged, tools, work, extra)
     artifact = places.builds / inputs.digest
@@ -94,6 +88,18 @@ def plan_build(
         artifact=str(artifact),
         server=str(artifact / "bin" / engine.SERVER),
     )
+
+
+def _work_folder(places: Places) -> Path:
+    """Give the folder that is built in. Raises HostError for a path that flags cannot hold."""
+    work = places.builds / WORK
+    if bad := re.search(r"[\"$\\`;=#%:*\r\n]", str(work)):
+        raise HostError(
+            f"the cache folder's path holds {bad[0]!r}, which compilers and CMake cannot take",
+            where=str(places.cache),
+            hint="set BAKEHOUSE_HOME to a folder with a plainer name",
+        )
+    return work
 
 
 def _refuse(recipe: Recipe, build: Build, extra: Extra, where: Where | None) -> None:

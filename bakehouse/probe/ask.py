@@ -43,6 +43,16 @@ PROMPT = 256
 """Tokens of a known context that are left for the prompt."""
 
 
+SENTENCE = 32
+"""Tokens of a plain completion: only its first sentence is judged."""
+
+
+def first_budget(question: Question, request: Request) -> int:
+    """Give the tokens that a question is asked with the first time."""
+    whole = request.max_tokens
+    return min(whole, SENTENCE) if question.mode == "completion" else whole
+
+
 def larger_budget(max_tokens: int, context: int | None) -> int | None:
     """Give the budget of the second try, in tokens; None where the context has no more room."""
     budget = max(LARGER * max_tokens, AT_LEAST)
@@ -71,7 +81,7 @@ class Asker:
 
     def ask(self, question: Question, max_tokens: int | None = None) -> Said:
         """Ask once; busy servers and broken connections are tried again, within bounds."""
-        budget = max_tokens or self._request.max_tokens
+        budget = max_tokens or first_budget(question, self._request)
         said = self._patiently(question, budget)
         if self._wants_other_name(said):
             self._limit_name = "max_completion_tokens"

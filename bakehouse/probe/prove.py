@@ -11,7 +11,7 @@ from bakehouse.errors import BakehouseError, NotCorrect, NotHealthy
 from bakehouse.ports.clock import Clock
 from bakehouse.ports.http import Http, Unreachable
 from bakehouse.probe import facts
-from bakehouse.probe.ask import Asker, Patience, larger_budget, list_models
+from bakehouse.probe.ask import Asker, Patience, first_budget, larger_budget, list_models
 from bakehouse.probe.judge import Judgement, gate, judge, overall, tally
 from bakehouse.probe.reply import Said
 from bakehouse.probe.types import Endpoint, Proof
@@ -83,7 +83,7 @@ def _one(
     asker: Asker, endpoint: Endpoint, probe: Probe, question: Question, others: Sequence[Question]
 ) -> tuple[Answer, bool]:
     """Ask one question, a second time with more room if the budget ended before the answer."""
-    budget = probe.request.max_tokens
+    budget = first_budget(question, probe.request)
     said = asker.ask(question)
     judged = judge(question, said, others, asked_tokens=budget)
     if judged.verdict != "never started":

@@ -241,7 +241,7 @@ def test_options_take_their_flags_names(
 ) -> None:
     given = {"word": None, "flag": True, "all_": True, "set_": ["a=1", "b=2"]}
     assert make_options(Options, given) == Options("none", True, True, ("a=1", "b=2"))
-    install(lambda ctx, options: Outcome(vars(options)))
+    install(lambda ctx, options: Outcome(dict(vars(options))))
     code, document, _ = call(capfd, bogus="x")
     assert code == 2
     assert "--bogus" in document["error"]["what"]
