@@ -262,7 +262,7 @@ def fit(
     json: bool = False,
     debug: bool = False,
 ) -> None:
-    """Say which quantisations fit a machine, with how much context, and how fast at most."""
+    """Say which quantisations fit a machine, and with what context."""
     _main(
         "fit", json, debug,
         recipe=recipe, set_=set_, hub=hub, revision=revision, context=context, host=host,
@@ -283,7 +283,7 @@ def reshard(
     json: bool = False,
     debug: bool = False,
 ) -> None:
-    """Rewrite a checkpoint into small shards, verified tensor by tensor."""
+    """Rewrite a checkpoint into small shards, and verify them."""
     _main("reshard", json, debug, checkpoint=checkpoint, out=out, max_shard=max_shard)
 
 

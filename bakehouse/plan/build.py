@@ -266,12 +266,21 @@ def _steps(
             cwd=str(work),
             expects=("exit code 0",),
         ),
+        *_last_steps(lock, tools, artifact, stage, env),
+    )
+
+
+def _last_steps(
+    lock: Lock, tools: Tools, artifact: Path, stage: Path, env: dict[str, str]
+) -> tuple[Step, ...]:
+    """What makes an artifact of what was compiled."""
+    return (
         Step(
             id="install",
             title="strip the targets and the libraries that they load, fix modes",
             argv=(tools.strip.path, "--strip-all", "-o", str(stage / "bin" / "{name}"), "{file}"),
             env=env,
-            cwd=str(work),
+            cwd=str(stage.parent),
             expects=("run path $ORIGIN", "every library there or the system's"),
         ),
         Step(
