@@ -293,3 +293,16 @@ def test_a_model_that_a_header_shows_to_be_broken_is_4(home: Path, invoke: Invok
     code, said, _ = invoke("serve", recipe="tiny")
     assert (code, said["error"]["id"]) == (4, "model-architecture")
     assert "no general.architecture" in said["error"]["what"]
+
+
+def test_a_plan_shows_the_memory_budget(home: Path, invoke: Invoke) -> None:
+    write(home, more="-c 1024", name="tiny.yaml")
+    assert invoke("lock", recipe="tiny")[0] == 0
+    code, said, _ = invoke("plan", recipe="tiny")
+    assert (code, said["error"]) == (0, None)
+    lines = {line["item"]: line for line in said["result"]["memory"]["lines"]}
+    assert lines["cache, full attention"]["bytes"] == 1024 * 2 * 2 * 32 * 2
+    assert all(line["formula"] and line["source"] for line in lines.values())
+    assert [c["id"] for c in said["checks"]] == ["memory-fits"]
+    (home / "model.gguf").write_bytes(b"GGUF")
+    assert invoke("plan", recipe="tiny")[1]["checks"][0]["verdict"] == "failed"
