@@ -31,12 +31,22 @@ STAND_INS: dict[str, Any] = {
     "command": "server",
     "file": "file",
     "sha256": "0" * 64,
-    "version": "0",
+    "version": "13.0",
     "ref": {"x86_64": "image"},
     "ask": "question",
     "answers": ["answer"],
+    "Measured.what": "weights",
+    "Measured.size": 1,
+    "Measured.source": "somebody",
 }
 """A right value for each key that must be there, to judge the rest by."""
+
+
+def stand_in(kind_: type[BaseModel] | None, key: str) -> Any:
+    """Give a right value for a key that a map must have."""
+    owner = kind_.__name__ if kind_ else ""
+    return copy.deepcopy(STAND_INS.get(f"{owner}.{key}", STAND_INS.get(key)))
+
 
 MAX_ROUNDS = 12
 
@@ -76,6 +86,8 @@ class Places:
     def of_key(self, path: KeyPath) -> Origin:
         """Give the place of a key, or of the nearest key around it."""
         while path and path not in self.keys:
+            if path in self.values:  # an item of a list has no key
+                return self.values[path]
             path = path[:-1]
         return self.keys[path] if path else self.of(())
 
@@ -96,7 +108,7 @@ def judge(data: dict[str, Any], places: Places, *, partial: bool = False) -> Jud
             # Misspelled keys first: the key that each was meant to be is then no longer missing.
             for one in sorted(error.errors(include_url=False), key=_not_extra):
                 path, is_key = _path_of(one)
-                if one["type"] == "missing" and path in renamed:
+                if (one["type"] == "missing" and path in renamed) or _only_seems_short(one):
                     continue
                 blame = _written(path, renamed)
                 if not _follows(one, path, touched) and not (partial and _may_be_absence(one)):
@@ -107,6 +119,13 @@ def judge(data: dict[str, Any], places: Places, *, partial: bool = False) -> Jud
 
 def _not_extra(error: Any) -> bool:
     return bool(error["type"] != "extra_forbidden")
+
+
+def _only_seems_short(error: Any) -> bool:
+    """Whether a list counts as too short because what stands in it is wrong, which is said."""
+    if error["type"] != "too_short":
+        return False
+    return bool(len(error["input"]) >= error["ctx"]["min_length"])
 
 
 def _path_of(error: Any) -> tuple[KeyPath, bool]:
@@ -130,8 +149,8 @@ def _follows(error: Any, path: KeyPath, touched: set[KeyPath]) -> bool:
     """Whether this only says again what a mended fault has said."""
     if error["type"] == "value_error" and _is_rule(error):
         owner: KeyPath = tuple(error["loc"])
-        about = getattr(error["ctx"]["error"], "about", ())
-        return any((*owner, key) in touched for key in about)
+        about = getattr(error["ctx"]["error"], "about", None)
+        return any(t[:-1] == owner and (about is None or t[-1] in about) for t in touched)
     return path in touched
 
 
@@ -171,7 +190,7 @@ def _mend(
         if above is not None:
             above.pop(path[-2], None)
     elif _required(path) or error["type"] == "missing":
-        holder[last] = copy.deepcopy(STAND_INS.get(str(last)))
+        holder[last] = stand_in(model_at(path[:-1]), str(last))
     else:
         holder.pop(last, None)
 
@@ -249,6 +268,7 @@ def _fault(error: Any, path: KeyPath, blame: KeyPath, places: Places, *, is_key:
         known = _names(model_at(path[:-1]))
         hint = did_you_mean(str(path[-1]), known) or _known(path[:-1], known)
         return places.of_key(blame).fault(f"unknown key {name}", hint)
+    is_key = is_key or (bool(blame) and _is_rule(error) and blame == tuple(error["loc"]))
     place = places.of_key(blame) if is_key else places.of(blame)
     message, hint = _words(error)
     return place.fault(f"{name}: {message}" if name else message, hint)

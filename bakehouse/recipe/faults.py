@@ -14,6 +14,7 @@ from bakehouse.recipe.scalars import PlainBool
 from bakehouse.redact import clean
 
 MAX_MESSAGE = 400
+MAX_PATH = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +83,11 @@ def dotted(path: Iterable[str | int]) -> str:
 
 
 def shown(path: Path) -> str:
-    """Give a path as short as it can be said from the current folder."""
+    """Give a path as short as it can be said from the current folder, safe to print."""
     try:
         here = Path.cwd()
     except OSError:
-        return str(path)
+        return printable(str(path), MAX_PATH)
     absolute = Path(os.path.normpath(here / path))
-    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
+    short = absolute.relative_to(here) if absolute.is_relative_to(here) else absolute
+    return printable(str(short), MAX_PATH)

@@ -239,17 +239,18 @@ def kept(value: Any) -> Any:
         if isinstance(value, Several | Method) or not isinstance(value, Iterable):
             raise Unfit("a variable holds text, a number, a list or a map")
         value = list(value)
-    budget, stack = [MAX_ITEMS, MAX_TEXT], [value]
+    items, characters = MAX_ITEMS, MAX_TEXT
+    stack = [value]
     while stack:
         item = stack.pop()
-        budget[0] -= 1
-        budget[1] -= len(item) if isinstance(item, str) else 0
-        if isinstance(item, list | tuple):
-            budget[0] -= len(item)
-            stack += item if budget[0] > 0 else ()
-        elif isinstance(item, dict):
-            stack += [*item.keys(), *item.values()]
-        if min(budget) < 0:
+        items -= 1
+        characters -= len(item) if isinstance(item, str) else 0
+        below = [*item, *item.values()] if isinstance(item, dict) else item
+        if isinstance(below, list | tuple):
+            if len(below) > items:
+                raise Unfit("a variable grows beyond what a command can hold")
+            stack += below
+        if items < 0 or characters < 0:
             raise Unfit("a variable grows beyond what a command can hold")
     return value
 

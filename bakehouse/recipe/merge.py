@@ -14,8 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from bakehouse.errors import Fault
-from bakehouse.recipe.faults import Origin, dotted, kind, shown
-from bakehouse.recipe.yaml import Items, Leaf, Node, Table, Unreadable, compose, compose_value
+from bakehouse.recipe.faults import Origin, dotted, kind, printable, shown
+from bakehouse.recipe.yaml import (
+    MAX_DEPTH,
+    Items,
+    Leaf,
+    Node,
+    Table,
+    Unreadable,
+    compose,
+    compose_value,
+)
 
 MAX_BYTES = 2**20
 MAX_FILES = 64
@@ -49,7 +58,7 @@ def gather(path: Path, overrides: Iterable[str], into: Gathered) -> Table:
 
 
 def flatten(node: Node) -> tuple[Any, dict[KeyPath, Origin], dict[KeyPath, Origin]]:
-    """Give plain data, the place of every value and the place of every key."""
+    """Give plain data without the nulls in maps, and the place of every value and every key."""
     places: dict[KeyPath, Origin] = {}
     keys: dict[KeyPath, Origin] = {}
 
@@ -59,14 +68,19 @@ def flatten(node: Node) -> tuple[Any, dict[KeyPath, Origin], dict[KeyPath, Origi
             return node.value
         if isinstance(node, Items):
             return [walk(item, (*path, i)) for i, item in enumerate(node.items)]
-        keys.update({(*path, name): place for name, place in node.keys.items()})
-        return {name: walk(value, (*path, name)) for name, value in node.entries.items()}
+        given = {name: value for name, value in node.entries.items() if not _is_null(value)}
+        keys.update({(*path, name): node.keys[name] for name in given})
+        return {name: walk(value, (*path, name)) for name, value in given.items()}
 
     return walk(node, ()), places, keys
 
 
+def _is_null(node: Node | None) -> bool:
+    return isinstance(node, Leaf) and node.value is None
+
+
 def merge(base: Node | None, over: Node) -> Node:
-    """Lay `over` on `base`; nulls in maps delete, and none is left."""
+    """Lay `over` on `base`. A null stays, so that it deletes from what it is laid on later."""
     if not isinstance(over, Table):
         return over
     under = base if isinstance(base, Table) else Table(over.origin)
@@ -74,13 +88,9 @@ def merge(base: Node | None, over: Node) -> Node:
     # An override passes through maps that a file wrote; those keep the file's place.
     keep = isinstance(base, Table) and not over.origin.line
     for name, value in over.entries.items():
-        if isinstance(value, Leaf) and value.value is None:
-            entries.pop(name, None)
-            keys.pop(name, None)
-        else:
-            entries[name] = merge(entries.get(name), value)
-            into_map = keep and isinstance(value, Table) and name in keys
-            keys[name] = keys[name] if into_map else over.keys[name]
+        entries[name] = merge(entries.get(name), value)
+        into_map = keep and isinstance(value, Table) and name in keys
+        keys[name] = keys[name] if into_map else over.keys[name]
     return Table(under.origin if keep else over.origin, entries, keys)
 
 
@@ -112,7 +122,7 @@ def _root(path: Path, text: str, into: Gathered) -> Table | None:
         return None
     if isinstance(root, Table):
         return root
-    if root is None or (isinstance(root, Leaf) and root.value is None):
+    if root is None or _is_null(root):
         into.faults.append(Origin(name, 1, 1).fault("the file is empty", "a recipe is a YAML map"))
         return None
     value = root.value if isinstance(root, Leaf) else []
@@ -152,7 +162,7 @@ def _is_path(text: str) -> bool:
 
 
 def _include_list(node: Node | None, into: Gathered) -> list[Leaf]:
-    if node is None or (isinstance(node, Leaf) and node.value is None):
+    if node is None or _is_null(node):
         return []
     wanted = []
     for item in node.items if isinstance(node, Items) else (node,):
@@ -215,11 +225,12 @@ def _override(tree: Table, override: str, into: Gathered) -> Table:
     """Apply one `KEY.KEY=VALUE`."""
     name, equals, text = override.partition("=")
     name = name.strip()
-    origin = Origin(f"--set {name}")
+    origin = Origin(f"--set {printable(name, 100)}")
     path = name.split(".")
-    if not equals or not all(path):
+    if not equals or not all(path) or len(path) > MAX_DEPTH:
         shape = "write --set KEY.KEY=VALUE, as in --set serve.context=65536"
-        into.faults.append(Origin(f"--set {override}").fault("this is not KEY=VALUE", shape))
+        whole = Origin(f"--set {printable(override, 100)}")
+        into.faults.append(whole.fault("this is not KEY=VALUE", shape))
         return tree
     if path[0] == "include":
         into.faults.append(origin.fault("include cannot be set here", "set the values themselves"))
@@ -232,8 +243,10 @@ def _override(tree: Table, override: str, into: Gathered) -> Table:
         return tree
     node: Node | None = tree
     for depth, part in enumerate(path):
-        if node is None or isinstance(node, Table):
-            node = node.entries.get(part) if node else None
+        if node is None or _is_null(node):
+            break
+        if isinstance(node, Table):
+            node = node.entries.get(part)
             continue
         above = dotted(path[:depth])
         if isinstance(node, Items):

@@ -394,6 +394,6 @@ class Recipe(Frozen):
                 )
         if getattr(self, takes[0]) is None:
             raise Misplaced(
-                f"engine {self.engine} needs {takes[0]}", "engine", about=("engine", takes[0])
+                f"engine {self.engine} needs {takes[0]}", "engine", about=("engine", *takes, *other)
             )
         return self

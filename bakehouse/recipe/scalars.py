@@ -7,6 +7,7 @@ they were written, and each field's type decides what to make of them.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -116,7 +117,9 @@ def plain(value: Any) -> Any:
         return value.value
     if isinstance(value, PlainInt):
         return int(value)
-    if isinstance(value, PlainFloat):
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{getattr(value, 'text', value)} is not a finite number")
         return float(value)
     if isinstance(value, dict):
         return {str(getattr(k, "text", k)): plain(v) for k, v in value.items()}

@@ -81,7 +81,7 @@ REFUSED = {
     nodes.Extends: "{% extends %}",
     nodes.Block: "{% block %}",
     nodes.NSRef: "namespace()",
-    nodes.ScopedEvalContextModifier: "{% autoescape %}",
+    nodes.Scope: "{% autoescape %}",
 }
 
 
@@ -118,22 +118,23 @@ def _parse(template: str, sandbox: Sandbox) -> tuple[nodes.Template, list[Compla
 
 def _unfit(tree: nodes.Template, sandbox: Sandbox) -> Iterator[Complaint]:
     """Find what a template may not use."""
-    stack: list[tuple[nodes.Node, int]] = [(tree, 0)]
+    stack: list[tuple[nodes.Node, int, int]] = [(tree, 0, 1)]
     while stack:
-        node, depth = stack.pop()
+        node, depth, line = stack.pop()
+        line = node.lineno or line  # some nodes that Jinja makes itself have none
         if depth > MAX_DEPTH:
-            yield Complaint(node.lineno, "", "the template is nested too deeply")
+            yield Complaint(line, "", "the template is nested too deeply")
             return
-        yield from _unfit_node(node, sandbox)
-        stack += [(child, depth + 1) for child in node.iter_child_nodes()]
+        if not isinstance(node, ALLOWED) or (isinstance(node, nodes.For) and node.recursive):
+            what = REFUSED.get(type(node), "a recursive loop")
+            yield Complaint(line, "", f"a command's template has no use for {what}")
+            continue
+        yield from _unfit_node(node, line, sandbox)
+        stack += [(child, depth + 1, line) for child in node.iter_child_nodes()]
 
 
-def _unfit_node(node: nodes.Node, sandbox: Sandbox) -> Iterator[Complaint]:
-    line = node.lineno
-    if not isinstance(node, ALLOWED) or (isinstance(node, nodes.For) and node.recursive):
-        what = REFUSED.get(type(node), "a recursive loop")
-        yield Complaint(line, "", f"a command's template has no use for {what}")
-    elif isinstance(node, nodes.Filter | nodes.Test):
+def _unfit_node(node: nodes.Node, line: int, sandbox: Sandbox) -> Iterator[Complaint]:
+    if isinstance(node, nodes.Filter | nodes.Test):
         what = type(node).__name__.lower()
         known = filters.FILTERS if isinstance(node, nodes.Filter) else sandbox.tests
         if node.name not in known:

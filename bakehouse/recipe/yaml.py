@@ -80,6 +80,12 @@ class Table:
 Node = Leaf | Items | Table
 
 
+def is_word(text: str) -> bool:
+    """Whether an unquoted scalar of this text is text: no number, boolean or null."""
+    forms = (NULL, BOOL, INT, OCTAL, HEX, FLOAT, NOT_FINITE)
+    return not any(form.fullmatch(text) for form in forms)
+
+
 class Unreadable(Exception):
     """The text is not YAML that a recipe may hold, and nothing after this place can be read."""
 

@@ -1,0 +1,86 @@
+"""`invoke check`: every fault of one recipe, or of all."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bakehouse.checks import Check, check
+from bakehouse.context import Context
+from bakehouse.errors import Fault, NotFound, RecipeError
+from bakehouse.outcome import Outcome
+from bakehouse.recipe.faults import shown
+from bakehouse.recipe.load import Loaded, find, load, names
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which recipe (all of them where none is named), and what is overridden."""
+
+    recipe: str | None = None
+    set_: tuple[str, ...] = ()
+
+
+@dataclass
+class _Judged:
+    path: Path
+    loaded: Loaded | None = None
+    faults: list[Fault] = field(default_factory=list)
+
+
+def run(ctx: Context, options: Options) -> Outcome:
+    """Judge; exit 2 where any recipe has a fault. Raises NotFound where there is none."""
+    wanted = [options.recipe] if options.recipe is not None else names(ctx.recipes)
+    if not wanted:
+        raise NotFound("there are no recipes", where=shown(ctx.recipes), hint="write one there")
+    judged = [_judge(find(name, ctx.recipes), options.set_) for name in wanted]
+    _one_name_each(judged)
+    faults = [fault for one in judged for fault in one.faults]
+    lines = list(dict.fromkeys(str(fault) for fault in faults))
+    lines.append(_summary(len(judged), len(lines)))
+    result = {"recipes": [_data(one) for one in judged]}
+    return Outcome(result, "\n".join(lines), tuple(map(_check, judged)), 2 if faults else 0)
+
+
+def _judge(path: Path, overrides: tuple[str, ...]) -> _Judged:
+    try:
+        return _Judged(path, load(path, overrides))
+    except RecipeError as error:
+        return _Judged(path, None, list(error.faults))
+
+
+def _one_name_each(judged: list[_Judged]) -> None:
+    """Two recipes of one name would take each other's servers for their own."""
+    by_name = defaultdict(list)
+    for one in judged:
+        if one.loaded:
+            by_name[one.loaded.recipe.name].append(one)
+    for name, ones in by_name.items():
+        for one in ones[1:]:
+            if one.loaded:
+                place = one.loaded.origin("name")
+                first = shown(ones[0].path)
+                one.faults.append(place.fault(f"name: {first} is called '{name}' as well"))
+
+
+def _summary(recipes: int, faults: int) -> str:
+    what = f"{recipes} recipe{'s' * (recipes != 1)}"
+    return f"{what}, {faults} fault{'s' * (faults != 1)}" if faults else f"{what}, no faults"
+
+
+def _check(one: _Judged) -> Check:
+    count = len(one.faults)
+    observed = f"{count} fault{'s' * (count != 1)}" if count else "no faults"
+    name = one.path.name.removesuffix(".yaml")
+    return check(f"recipe.{name}", "no faults", observed, shown(one.path), ok=not count)
+
+
+def _data(one: _Judged) -> dict[str, Any]:
+    return {
+        "file": shown(one.path),
+        "name": one.loaded.recipe.name if one.loaded else None,
+        "ok": not one.faults,
+        "faults": [vars(fault) for fault in one.faults],
+    }

@@ -1,0 +1,42 @@
+"""`invoke show`: the recipe as it is after includes and overrides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+from bakehouse.context import Context
+from bakehouse.outcome import Outcome
+from bakehouse.recipe.faults import shown
+from bakehouse.recipe.load import Loaded, find, load
+from bakehouse.recipe.resolved import resolved, sources, to_yaml
+from bakehouse.redact import Redactor, secret_values
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which recipe, and what is overridden."""
+
+    recipe: str
+    set_: tuple[str, ...] = ()
+
+
+def run(ctx: Context, options: Options) -> Outcome:
+    """Print the recipe and where its values come from. Raises NotFound, RecipeError."""
+    loaded = load(find(options.recipe, ctx.recipes), options.set_)
+    data = _redactor(ctx, loaded).data(resolved(loaded))
+    result = {
+        "recipe": data,
+        "files": [shown(path) for path in loaded.files],
+        "set": [f"--set {text.partition('=')[0].strip()}" for text in options.set_],
+        "sources": sources(loaded, data),
+    }
+    return Outcome(result, to_yaml(loaded, data))
+
+
+def _redactor(ctx: Context, loaded: Loaded) -> Redactor:
+    """Hide what the recipe calls secret, and variables whose names say that they are."""
+    recipe = loaded.recipe
+    given = {**(recipe.container.env if recipe.container else {}), **recipe.serve.env}
+    named = secret_values(ctx.environment, recipe.secrets)
+    return Redactor(chain(named, secret_values(given, recipe.secrets)))

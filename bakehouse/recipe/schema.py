@@ -1,0 +1,134 @@
+"""The JSON schema of a recipe file, by which editors complete and check.
+
+A file with `include:` may leave any key to what it includes and may delete keys with null; the
+schema therefore holds each type twice, whole and as a part.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from types import ModuleType
+from typing import Any
+
+from bakehouse.recipe import model
+from bakehouse.recipe.model import Recipe
+from bakehouse.recipe.scalars import format_duration
+
+INCLUDE = {
+    "description": "One path or a list, relative to this file: maps merge, lists replace, null "
+    "deletes; a later file wins, and this file wins over all.",
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}},
+    ],
+}
+PART = "Part"
+"""What is appended to the name of a type that may be given in part."""
+
+
+def json_schema() -> dict[str, Any]:
+    """Give the schema as data."""
+    whole = Recipe.model_json_schema(by_alias=True)
+    definitions = whole.pop("$defs")
+    definitions["Recipe"] = whole
+    for name, text in _field_docstrings(model).items():
+        kind, _, key = name.partition(".")
+        if kind in definitions and key in definitions[kind]["properties"]:
+            definitions[kind]["properties"][key]["description"] = text
+    definitions = {name: _tidy(schema) for name, schema in definitions.items()}
+    parts = {f"{name}{PART}": _part(schema) for name, schema in definitions.items()}
+    parts[f"Recipe{PART}"]["properties"]["include"] = INCLUDE
+    every = {**definitions, **parts}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Bakehouse recipe",
+        "type": "object",
+        "if": {"required": ["include"]},
+        "then": {"$ref": f"#/$defs/Recipe{PART}"},
+        "else": {"$ref": "#/$defs/Recipe"},
+        "$defs": {name: every[name] for name in sorted(_reached(every))},
+    }
+
+
+def _reached(definitions: dict[str, Any]) -> set[str]:
+    """Give the names of all types that a recipe can lead to."""
+    reached: set[str] = set()
+    waiting = ["Recipe", f"Recipe{PART}"]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += re.findall(r'"#/\$defs/(\w+)"', json.dumps(definitions[name]))
+    return reached
+
+
+_KEYWORDS = {"ge": "minimum", "le": "maximum", "gt": "exclusiveMinimum", "lt": "exclusiveMaximum"}
+
+
+def _tidy(schema: Any) -> Any:
+    """Use the standard's keywords for bounds, and leave out titles that only repeat the key."""
+    if isinstance(schema, list):
+        return [_tidy(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    named = {"properties", "$defs"} & schema.keys()
+    kept: dict[str, Any] = {
+        _KEYWORDS.get(str(key), str(key)): {k: _tidy(v) for k, v in value.items()}
+        if key in named
+        else _tidy(value)
+        for key, value in schema.items()
+        if key != "title" and (key, value) != ("default", None)
+    }
+    default: Any = kept.get("default")
+    if kept.get("type") == "string" and isinstance(default, float):
+        kept["default"] = format_duration(default)
+    return kept
+
+
+def _part(schema: Any) -> Any:
+    """Copy a schema so that nothing is required, and null is right wherever a key may be."""
+    if isinstance(schema, list):
+        return [_part(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    # A list is replaced as a whole, so what stands in it has to be whole.
+    copy = {
+        k: v if k == "items" else _part(v)
+        for k, v in schema.items()
+        if k not in {"required", "default"}
+    }
+    if isinstance(ref := schema.get("$ref"), str):
+        copy["$ref"] = f"{ref}{PART}"
+    if isinstance(properties := copy.get("properties"), dict):
+        copy["properties"] = {name: _or_null(value) for name, value in properties.items()}
+    return copy
+
+
+def _or_null(schema: Any) -> Any:
+    if {"type": "null"} in schema.get("anyOf", ()):
+        return schema
+    described = {k: v for k, v in schema.items() if k in {"description", "title"}}
+    rest = {k: v for k, v in schema.items() if k not in described}
+    return {**described, "anyOf": [rest, {"type": "null"}]}
+
+
+def _field_docstrings(module: ModuleType) -> dict[str, str]:
+    """Give the text below each field: `Class.key` to text.
+
+    Read from the source once, here, because pydantic's own way would read it at every start.
+    """
+    found: dict[str, str] = {}
+    aliases = {"schema_version": "schema"}
+    for node in ast.parse(inspect.getsource(module)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, after in zip(node.body, node.body[1:], strict=False):
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                key = aliases.get(field.target.id, field.target.id)
+                found[f"{node.name}.{key}"] = " ".join(str(after.value.value).split())
+    return found
