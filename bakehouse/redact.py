@@ -30,13 +30,15 @@ _SHORT = 8
 """A secret below this length is hidden only as a whole word: else it would eat ordinary text."""
 
 _SHAPES = re.compile(
-    r"(?P<keep>\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{4,}"
-    r"|(?P<scheme>\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@"
+    r"(?P<keep>\bauthorization[\"']?\s*[:=]\s*[\"']?(?:(?:bearer|basic)\s+)?"
+    r"|\bbearer\s+(?=\S*\d))(?:[A-Za-z0-9._~+/=-]{8,})"
+    r"|(?P<scheme>\bhttps?://|\b[a-z][a-z0-9+.-]*://(?=[^\s/@'\"]*:))[^\s/@'\"]+@"
     r"|\bhf_[A-Za-z0-9]{16,}"
     r"|\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,})",
     re.IGNORECASE,
 )
-"""What is a secret by its looks: authorization values, passwords in URLs, well-known tokens."""
+"""What is a secret by its looks: authorization values, passwords in URLs (a user alone only where
+it may be a token, not in ssh://git@host), well-known tokens."""
 
 
 def clean(text: str, *, one_line: bool = False) -> str:

