@@ -26,7 +26,7 @@ def run(ctx: Context, options: Options) -> Outcome:  # noqa: ARG001
     width = max(len(row["name"]) for row in rows)
     lines = []
     for row in rows:
-        state = row["description"]
+        state = f"{'experimental: ' if row['experimental'] else ''}{row['description']}"
         if row["faults"]:
             state = f"does not load: {row['faults']} (see `invoke check --recipe {row['name']}`)"
         lines.append(f"{row['name']:<{width}}  {row['engine'] or '-':<9}  {_lock(row)}  {state}")

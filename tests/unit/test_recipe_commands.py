@@ -86,7 +86,7 @@ def test_check_takes_overrides_and_says_what_is_not_there(tmp_path: Path) -> Non
 
 def test_recipes_lists_what_loads_and_what_does_not(tmp_path: Path) -> None:
     assert recipes.run(context_for(tmp_path), recipes.Options()).result == {"recipes": []}
-    write(tmp_path, GOOD + 'description: "a \\e[31m thing"\n', "good.yaml")
+    write(tmp_path, GOOD + 'experimental: true\ndescription: "a \\e[31m thing"\n', "good.yaml")
     write(tmp_path, "a: [", "bad.yaml")
     write(tmp_path, "{}", "good.lock.json")
     outcome = recipes.run(context_for(tmp_path), recipes.Options())
@@ -97,6 +97,7 @@ def test_recipes_lists_what_loads_and_what_does_not(tmp_path: Path) -> None:
     assert not rows["bad"]["loads"]
     assert rows["bad"]["faults"] == "1 fault"
     assert "\x1b" not in outcome.text
+    assert "experimental: a " in outcome.text
 
 
 def test_show_says_where_values_come_from(tmp_path: Path) -> None:
