@@ -131,7 +131,7 @@ def _ours(ctx: Context, options: Options) -> Target:
     state = seen.state
     if not seen.alive or state is None or state.server is None or not state.port:
         raise NotHealthy(
-            f"no server of '{recipe.name}' answers: it is {seen.word}",
+            f"no server of '{recipe.name}' answers: it {f'is {seen.word}' if state else 'never ran'}",
             where=str(folder),
             hint=f"invoke serve --recipe {options.recipe} starts it",
         )
