@@ -131,7 +131,10 @@ def _run(edge: Edge) -> Result:
         )
     command = cast(Command, import_module(f"bakehouse.commands.{edge.task}"))
     progress = console.make_progress(sys.stderr, os.environ, edge.redactor)
-    context = Context(places=Places.from_environment(), recipes=edge.recipes, progress=progress)
+    context = Context(
+        places=Places.from_environment(), recipes=edge.recipes,
+        progress=progress, redactor=edge.redactor,
+    )  # fmt: skip
     outcome = command.run(context, make_options(command.Options, edge.options))
     text, error = outcome.text, outcome.error
     if outcome.lines and not edge.json:

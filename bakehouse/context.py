@@ -12,6 +12,7 @@ from bakehouse.ports.clock import Clock, RealClock
 from bakehouse.ports.http import Http, RealHttp
 from bakehouse.ports.process import Processes, RealProcesses
 from bakehouse.progress import Progress, Silent
+from bakehouse.redact import Redactor
 
 
 @dataclass(frozen=True)
@@ -26,3 +27,5 @@ class Context:
     http: Http = field(default_factory=RealHttp)
     clock: Clock = field(default_factory=RealClock)
     progress: Progress = field(default_factory=Silent)
+    redactor: Redactor = field(default_factory=Redactor)
+    """Knows every secret that was met so far; records, logs and all that is printed pass it."""

@@ -85,11 +85,20 @@ class Redactor:
     """Replaces secrets by `[hidden]`, in every spelling in which they travel."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        self.secrets = tuple(sorted({s.strip() for s in secrets if s.strip()}))
+        self.secrets: tuple[str, ...] = ()
+        self._pattern: re.Pattern[str] | None = None
+        self.add(*secrets)
+
+    def add(self, *secrets: str) -> None:
+        """Hide these as well, from now on, wherever this redactor is used."""
+        known = {*self.secrets, *(s.strip() for s in secrets if s.strip())}
+        if known == set(self.secrets):
+            return
+        self.secrets = tuple(sorted(known))
         spellings = {spelling for secret in self.secrets for spelling in _spellings(secret)}
         # The longest first, so that a secret which contains another one is hidden whole.
         ordered = sorted(spellings, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(_as_pattern, ordered))) if ordered else None
+        self._pattern = re.compile("|".join(map(_as_pattern, ordered)))
 
     def text(self, text: str) -> str:
         """Give the text without secrets."""

@@ -129,9 +129,10 @@ def _ours(ctx: Context, options: Options) -> Target:
     folder = ctx.places.servers / recipe.name
     seen = look(folder)
     state = seen.state
+    how = f"is {seen.word}" if state else "never ran"
     if not seen.alive or state is None or state.server is None or not state.port:
         raise NotHealthy(
-            f"no server of '{recipe.name}' answers: it {f'is {seen.word}' if state else 'never ran'}",
+            f"no server of '{recipe.name}' answers: it {how}",
             where=str(folder),
             hint=f"invoke serve --recipe {options.recipe} starts it",
         )

@@ -45,6 +45,8 @@ class Around(Protocol):
     def clock(self) -> Clock: ...  # noqa: D102
     @property
     def progress(self) -> Progress: ...  # noqa: D102
+    @property
+    def redactor(self) -> Redactor: ...  # noqa: D102
 
 
 class Ended(Protocol):
@@ -70,13 +72,11 @@ class StepRun:
 class Run:
     """One run of a task. Make it with `Run.start`."""
 
-    def __init__(
-        self, ctx: Around, task: str, recipe: str | None, redactor: Redactor, now: datetime
-    ) -> None:
+    def __init__(self, ctx: Around, task: str, recipe: str | None, now: datetime) -> None:
         self._ctx = ctx
         self._task = task
         self._recipe = recipe
-        self._redactor = redactor
+        self._redactor = ctx.redactor
         self._began = now
         self._clock_began = ctx.clock.monotonic()
         self._fields: dict[str, str | None] = {"lock": None, "build": None}
@@ -100,9 +100,9 @@ class Run:
         The exception that ends a run is recorded and raised again, with a note that names the
         record. Raises HostError where the state folder cannot be written.
         """
-        redactor = Redactor(secret_values(ctx.environment, secrets))
+        ctx.redactor.add(*secret_values(ctx.environment, secrets))
         with _explained(ctx.places.state):
-            run = cls(ctx, task, recipe_name, redactor, ctx.clock.now())
+            run = cls(ctx, task, recipe_name, ctx.clock.now())
             run._write(UNFINISHED, exit_code=1, ok=False)
         try:
             yield run
@@ -179,7 +179,7 @@ class Run:
 
     def hide(self, *values: str) -> None:
         """Hide further secrets, such as a key that was read from a file."""
-        self._redactor = Redactor((*self._redactor.secrets, *values))
+        self._redactor.add(*values)
 
     def finish(self, verdict: str, *, exit_code: int = 0) -> None:
         """Say in one sentence what came out; with an exit code other than 0 the run is not ok."""
