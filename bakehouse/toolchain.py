@@ -313,7 +313,10 @@ def _compiler_path(ctx: Context, variable: str, names: tuple[str, ...]) -> tuple
                 return found, None
         kind = "C" if variable == "CC" else "C++"
         raise _missing(f"a {kind} compiler", _system_packages("compilers"))
-    words = shlex.split(given)
+    try:
+        words = shlex.split(given)
+    except ValueError:
+        words = []
     launcher = words.pop(0) if len(words) > 1 and Path(words[0]).name in LAUNCHERS else None
     if len(words) != 1:
         raise HostError(

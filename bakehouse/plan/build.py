@@ -52,7 +52,7 @@ def plan_build(
     build = recipe.build or Build()
     _refuse(recipe, build, extra, where)
     own = engine.asked(build.cmake)
-    merged = engine.definitions(own, lock, extra)
+    merged = engine.definitions(own, lock, extra, host.arch)
     work = _work_folder(places)
     inputs = _inputs(recipe, build, lock, tools, host, merged, extra)
     passed = _passed(merged, tools, work, extra)
@@ -65,7 +65,7 @@ def plan_build(
             "CXX": Compiler(path=tools.cxx.path, version=tools.cxx.version),
             **{n: Compiler(path=p, version=v) for n, (p, v) in extra.compilers.items()},
         },
-        forced={**engine.FORCED, **engine.stamps(lock), **extra.definitions},
+        forced={n: v for n, v in merged.items() if n not in own and not n.endswith("_FLAGS")},
         asked={name: passed[name] for name in own},
         targets=build.targets,
         cuda=extra.cuda,

@@ -109,6 +109,17 @@ def test_a_build_for_this_cpu_names_it(cmake: dict[str, object]) -> None:
     assert there.digest != made.digest
 
 
+def test_instruction_sets_are_named() -> None:
+    """SOURCE_DATE_EPOCH makes llama.cpp drop them, and the server several times slower."""
+    assert definition(plan(), "GGML_AVX2") == "ON"
+    assert plan().expected.forced["GGML_AVX2"] == "ON"
+    assert definition(plan({"GGML_AVX2": False}), "GGML_AVX2") == "OFF"
+    assert definition(plan({"GGML_NATIVE": True}), "GGML_AVX2") is None
+    spark = FAKE_HOST.model_copy(update={"arch": "aarch64"})
+    there = plan_build(small_recipe(), small_lock(), FAKE_TOOLS, spark, FAKE_PLACES)
+    assert definition(there, "GGML_AVX2") is None
+
+
 def test_a_portable_build_names_no_cpu() -> None:
     assert plan().inputs.cpu is None
     assert definition(plan(), "GGML_NATIVE") == "OFF"

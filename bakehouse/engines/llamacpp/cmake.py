@@ -46,6 +46,12 @@ DEFAULTS: Mapping[str, str] = {
 }
 """What holds where a recipe says nothing."""
 
+INSTRUCTIONS: Mapping[str, str] = dict.fromkeys(
+    ("GGML_SSE42", "GGML_AVX", "GGML_AVX2", "GGML_BMI2", "GGML_FMA", "GGML_F16C"), "ON"
+)
+"""What llama.cpp chooses for x86_64 by itself, unless SOURCE_DATE_EPOCH is set: then it drops all
+of these, says nothing, and the server is several times slower. So they are named."""
+
 OURS: Mapping[str, str] = {
     "CMAKE_C_COMPILER": "set CC in the environment",
     "CMAKE_CXX_COMPILER": "set CXX in the environment",
@@ -156,9 +162,11 @@ def stamps(lock: Lock) -> dict[str, str]:
     return {"LLAMA_BUILD_COMMIT": lock.stamp, "LLAMA_BUILD_NUMBER": str(lock.build_number)}
 
 
-def definitions(own: Mapping[str, str], lock: Lock, extra: Extra) -> dict[str, str]:
+def definitions(own: Mapping[str, str], lock: Lock, extra: Extra, arch: str) -> dict[str, str]:
     """All definitions that shape the result, sorted by name; `own` are the recipe's."""
     merged = {**DEFAULTS, **own, **FORCED, **stamps(lock), **extra.definitions}
+    if arch == "x86_64" and not for_this_cpu(merged):
+        merged = {**INSTRUCTIONS, **merged}
     for name in LINK_FLAGS:
         merged[name] = " ".join(filter(None, (own.get(name, ""), NO_BUILD_ID)))
     return dict(sorted(merged.items()))

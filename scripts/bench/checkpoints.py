@@ -1,0 +1,132 @@
+"""What reading headers and resharding cost: seconds, and bytes a second against `cp`.
+
+    python scripts/bench/checkpoints.py [FOLDER]
+
+FOLDER is where about 2.5 GB are written for a while (default: the temporary folder).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bakehouse.checkpoints import reshard as module
+from bakehouse.checkpoints.gguf import read_gguf
+from bakehouse.checkpoints.reader import FileSource
+from bakehouse.checkpoints.reshard import read_source
+from bakehouse.checkpoints.safetensors import read_safetensors
+from bakehouse.checkpoints.shards import cut
+from bakehouse.progress import Silent
+
+SIZE = 800 * 2**20
+"""Bytes of the checkpoint that is resharded."""
+ROUNDS = 3
+
+
+def best(call: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """The shortest of several runs, in seconds."""
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def safetensors_file(path: Path, count: int, each: int) -> Path:
+    """Write `count` tensors of `each` bytes."""
+    entries = {
+        f"model.layers.{i}.weight": {
+            "dtype": "U8", "shape": [each], "data_offsets": [i * each, (i + 1) * each],
+        }
+        for i in range(count)
+    }  # fmt: skip
+    head = json.dumps(entries).encode()
+    block = os.urandom(min(each, 2**20))
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(head)) + head)
+        for _ in range(count):
+            left = each
+            while left:
+                left -= file.write(block[:left])
+    return path
+
+
+def gguf_file(path: Path, count: int) -> Path:
+    """Write a GGUF of `count` tensors of one element."""
+    head = bytearray(b"GGUF" + struct.pack("<IQQ", 3, count, 0))
+    for i in range(count):
+        name = f"blk.{i}.weight".encode()
+        head += struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 1, 0, 32 * i)
+    path.write_bytes(bytes(head) + bytes(-len(head) % 32 + 32 * count))
+    return path
+
+
+def headers(folder: Path) -> None:
+    """Header reading, for 100 and for 50,000 tensors."""
+    for count in (100, 50_000):
+        for name, path, read in (
+            ("safetensors", safetensors_file(folder / "h.safetensors", count, 1), read_safetensors),
+            ("gguf", gguf_file(folder / "h.gguf", count), read_gguf),
+        ):
+
+            def once(path: Path = path, read: Callable[[FileSource], object] = read) -> None:
+                with FileSource(path) as source:
+                    read(source)
+
+            print(f"header of {count:>6} tensors, {name:<11} {best(once) * 1e3:8.1f} ms")
+
+
+def write_shards(folder: Path, part: Path) -> None:
+    """Resharding without its verification."""
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    source = read_source(folder)
+    plan = cut(source.tensors, 100 * 2**20, {}, {})
+    with module._opened(source.files) as inputs, Silent().bar("") as bar:  # noqa: SLF001
+        module._write(plan, part, inputs, set(), bar)  # noqa: SLF001
+
+
+def against_cp(folder: Path) -> None:
+    """Resharding against `cp` of the same bytes on the same disk, in turn."""
+    source, target = folder / "in", folder / "out"
+    source.mkdir()
+    file = safetensors_file(source / "model.safetensors", 200, SIZE // 200)
+
+    def copy() -> None:
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        subprocess.run(["cp", "--reflink=never", str(file), str(target)], check=True)
+
+    ours, theirs = [], []
+    for _ in range(ROUNDS):
+        theirs.append(best(copy, 1))
+        ours.append(best(lambda: write_shards(source, target), 1))
+    rate = file.stat().st_size / 1e6
+    print(f"cp       {rate / min(theirs):8.0f} MB/s")
+    print(f"reshard  {rate / min(ours):8.0f} MB/s, {min(theirs) / min(ours):.2f} of cp")
+    shutil.rmtree(target)
+    spent = best(lambda: module.reshard(source, target, 100 * 2**20, Silent()), 1)
+    print(f"reshard  {rate / spent:8.0f} MB/s with verification by sha256")
+
+
+def main() -> None:
+    """Print all figures."""
+    base = sys.argv[1] if len(sys.argv) > 1 else None
+    with tempfile.TemporaryDirectory(dir=base) as folder:
+        headers(Path(folder))
+        against_cp(Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Tools as they are found and asked: the real compilers, and impostors of every kind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bakehouse import toolchain
+from bakehouse.context import Context
+from bakehouse.errors import HostError
+from bakehouse.ports.process import RealProcesses
+from bakehouse.toolchain import find_tools
+
+pytestmark = pytest.mark.integration
+
+
+class Counting(RealProcesses):
+    """Counts the children that are started."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, ...]] = []
+
+    def capture(self, argv, **others):  # type: ignore[no-untyped-def]
+        self.asked.append(tuple(argv))
+        return super().capture(argv, **others)
+
+
+def with_env(ctx: Context, **environment: str) -> Context:
+    return replace(ctx, environment={**ctx.environment, **environment})
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def real(name: str) -> str:
+    found = shutil.which(name)
+    assert found
+    return found
+
+
+def test_the_real_tools(context: Context) -> None:
+    tools = find_tools(context)
+    assert tools.cmake.version.count(".") >= 2
+    for compiler in (tools.cc, tools.cxx):
+        assert Path(compiler.path).is_absolute()
+        assert "target " in compiler.identity
+        assert "; as " in compiler.identity
+        assert "; ld " in compiler.identity
+        assert "; glibc 2." in compiler.identity
+        assert compiler.path not in compiler.identity
+    assert "; libstdcxx " in tools.cxx.identity
+
+
+def test_one_compiler_by_two_names_is_one(context: Context) -> None:
+    if os.path.realpath(real("cc")) != os.path.realpath(real("gcc")):
+        pytest.skip("cc is not gcc here")
+    plain = find_tools(context)
+    named = find_tools(with_env(context, CC="gcc", CXX="g++"))
+    assert plain.cc.identity == named.cc.identity
+    assert plain.cxx.identity == named.cxx.identity
+
+
+def test_asked_once_and_remembered(context: Context) -> None:
+    first, second = Counting(), Counting()
+    one = find_tools(replace(context, processes=first))
+    other = find_tools(replace(context, processes=second))
+    assert one == other
+    assert len(first.asked) > 5
+    assert second.asked == []
+
+
+def test_a_tool_that_changes_is_asked_again(context: Context, tmp_path: Path) -> None:
+    gcc = real("gcc")
+    fake = script(tmp_path / "bin" / "mycc", f'exec {gcc} "$@"')
+    ctx = with_env(context, CC=str(fake))
+    assert find_tools(ctx).cc.path == str(fake)
+    script(fake, f'[ "$1" = --version ] && echo "mycc (Other) 99.1.0" && exit\nexec {gcc} "$@"')
+    assert find_tools(ctx).cc.identity.startswith("(Other) 99.1.0; ")
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"c /usr/bin/cc": 3}', '{"c /usr/bin/cc": {}}'])
+def test_a_damaged_memory_is_asked_anew(context: Context, damage: str) -> None:
+    good = find_tools(context)
+    (context.places.cache / toolchain.MEMORY_FILE).write_text(damage)
+    assert find_tools(context) == good
+
+
+def test_the_environment_does_not_reach_what_a_tool_says(context: Context) -> None:
+    odd = with_env(context, LC_ALL="de_DE.UTF-8", GCC_COLORS="error=1", CFLAGS="-m32", CPATH="/x")
+    assert find_tools(odd).cc == find_tools(context).cc
+
+
+def test_a_compiler_cache_in_front_of_the_compiler(context: Context, tmp_path: Path) -> None:
+    cache = script(tmp_path / "bin" / "ccache", 'exec "$@"')
+    tools = find_tools(with_env(context, CC=f"{cache} gcc"))
+    assert tools.launcher == str(cache)
+    assert tools.cc.path == real("gcc")
+
+
+IMPOSTORS = {
+    "says nothing": ("true", "gives no version: it said ''"),
+    "says nonsense": ("echo hello", "gives no version: it said 'hello'"),
+    "fails": ("echo 'cannot load' >&2; exit 3", "does not work: cannot load"),
+    "dies": ("kill -SEGV $$", "does not work"),
+    "names no target": (
+        '[ "$1" = --version ] && echo cc 1.2.3 && exit; echo',
+        "names no target machine",
+    ),
+    "steers the terminal": ("printf '\\033[2Jx'", "\\x1b"),
+    "is no known compiler": (
+        "case $1 in --version) echo tcc 1.2.3;; -dumpmachine) echo a-b-c;; *) cat;; esac",
+        "is no compiler that Bakehouse knows",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", IMPOSTORS)
+def test_impostors(context: Context, tmp_path: Path, kind: str) -> None:
+    text, said = IMPOSTORS[kind]
+    fake = script(tmp_path / "bin" / "cc", text)
+    with pytest.raises(HostError) as caught:
+        find_tools(with_env(context, CC=str(fake)))
+    assert said in caught.value.what
+    assert "\x1b" not in caught.value.what
+    assert caught.value.hint
+    assert caught.value.exit_code == 9
+
+
+def test_a_compiler_that_hangs(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "ANSWER_S", 0.3)
+    fake = script(tmp_path / "bin" / "cc", "exec sleep 60")
+    with pytest.raises(HostError) as caught:
+        find_tools(with_env(context, CC=str(fake)))
+    assert "no answer within 0.3 s" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("gcc -m32", "CC holds more than a compiler"),
+        ("/nowhere/gcc", "names '/nowhere/gcc', which is not there"),
+        ("no-such-gcc", "names 'no-such-gcc', which is not there"),
+    ],
+)
+def test_a_wrong_cc(context: Context, value: str, said: str) -> None:
+    with pytest.raises(HostError) as caught:
+        find_tools(with_env(context, CC=value))
+    assert said in caught.value.what
+
+
+@pytest.mark.parametrize("value", ["'", 'gcc "', "gcc \\"])
+def test_a_cc_that_cannot_be_read(context: Context, value: str) -> None:
+    with pytest.raises(HostError):
+        find_tools(with_env(context, CC=value))
+
+
+@pytest.mark.parametrize("missing", ["cmake", "ninja", "cc", "c++", "strip"])
+def test_a_tool_that_is_missing(
+    context: Context, tmp_path: Path, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("cmake", "ninja", "cc", "c++", "strip", "as", "ld"):
+        if name != missing:
+            (folder / name).symlink_to(real(name))
+    monkeypatch.setattr(toolchain, "SYSTEM_PATH", ())
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    ctx = replace(context, environment={"PATH": str(folder)})
+    with pytest.raises(HostError) as caught:
+        find_tools(ctx)
+    assert caught.value.id == "tool-missing"
+    assert (caught.value.hint or "").startswith("run: ")
+    assert "\n" not in (caught.value.hint or "")
+
+
+def test_a_cmake_that_is_too_old(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path / "cmake", "echo cmake version 3.16.3")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(HostError) as caught:
+        find_tools(context)
+    assert "CMake 3.16.3 is too old" in caught.value.what
+
+
+def test_the_cmake_package_beside_this_python_comes_first(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    program = tmp_path / "lib" / version / "site-packages" / "cmake" / "data" / "bin" / "cmake"
+    script(program, "echo cmake version 4.9.1")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    found = find_tools(context).cmake
+    assert (found.path, found.version) == (str(program), "4.9.1")
+
+
+def test_relative_folders_on_path_are_not_looked_into(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path / "cc", "echo evil 6.6.6")
+    monkeypatch.chdir(tmp_path)
+    tools = find_tools(with_env(context, PATH=f".::{os.environ['PATH']}"))
+    assert Path(tools.cc.path).parent != tmp_path
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_only_time(
+    context: Context, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    places = replace(context.places, cache=tmp_path / "file" / "cache")
+    assert find_tools(replace(context, places=places)).cc == find_tools(context).cc
