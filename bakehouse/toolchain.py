@@ -309,7 +309,7 @@ def _compiler_path(ctx: Context, variable: str, names: tuple[str, ...]) -> tuple
     given = ctx.environment.get(variable, "").strip()
     if not given:
         for name in names:
-            if found := shutil.which(name, path=_search(ctx)):
+            if found := _compiler(ctx, name):
                 return found, None
         kind = "C" if variable == "CC" else "C++"
         raise _missing(f"a {kind} compiler", _system_packages("compilers"))
@@ -324,14 +324,30 @@ def _compiler_path(ctx: Context, variable: str, names: tuple[str, ...]) -> tuple
             where=f"environment variable {variable}",
             hint="put flags into the recipe, as build.cmake.CMAKE_C_FLAGS and CMAKE_CXX_FLAGS",
         )
-    found = shutil.which(words[0], path=_search(ctx))
+    found = _compiler(ctx, words[0])
     if found is None:
         raise HostError(
             f"{variable} names '{clean(words[0])}', which is not there",
             where=f"environment variable {variable}",
             hint=f"unset {variable}, or set it to a compiler that exists",
         )
-    return os.path.abspath(found), shutil.which(launcher, path=_search(ctx)) if launcher else None
+    return found, shutil.which(launcher, path=_search(ctx)) if launcher else None
+
+
+def _compiler(ctx: Context, name: str) -> str | None:
+    """Find a compiler by name or path, looking through a compiler cache that stands in for it.
+
+    Debian's /usr/lib/ccache holds links named gcc that are ccache; ccache in front of such a link
+    would call itself.
+    """
+    places = [os.path.dirname(name)] if os.path.dirname(name) else []
+    for folder in [*places, *_search(ctx).split(os.pathsep)]:
+        found = shutil.which(os.path.join(folder, os.path.basename(name)))
+        if found and Path(os.path.realpath(found)).name not in LAUNCHERS:
+            return os.path.abspath(found)
+        if found is None and folder in places:
+            return None
+    return None
 
 
 def _launcher(ctx: Context) -> str | None:

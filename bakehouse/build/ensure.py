@@ -49,7 +49,7 @@ def ensure(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> Artifact:
 
 def _look(folder: Path) -> BuildRecord | Damaged | None:
     """Say what lies in an artifact's place."""
-    if not folder.exists():
+    if not os.path.lexists(folder):
         return None
     try:
         return files.verify(folder)

@@ -109,7 +109,8 @@ def install(
         shutil.copyfile(file, target / name)
         (target / name).chmod(LIBRARY_MODE)
         chosen[name] = file
-    stage.chmod(FOLDER_MODE)
+    for folder in (stage, target):
+        folder.chmod(FOLDER_MODE)
     return _judge(target, chosen)
 
 

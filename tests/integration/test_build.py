@@ -255,6 +255,19 @@ def test_a_run_path_that_leads_elsewhere(context: Context, small: dict[str, str]
     assert "/opt/elsewhere" in expect(BuildFailed, context, small_plan(context))
 
 
+def test_a_strict_umask_changes_nothing(context: Context, small: dict[str, str]) -> None:
+    before = os.umask(0o077)
+    try:
+        done = build(context, small_plan(context))
+    finally:
+        os.umask(before)
+    folder = Path(done.folder)
+    paths = [folder, *sorted(folder.rglob("*"))]
+    assert [oct(p.stat().st_mode & 0o7777) for p in paths] == [
+        "0o755", "0o755", "0o644", "0o644", "0o755", "0o644"
+    ]  # fmt: skip
+
+
 def test_modules_and_libraries_as_targets(context: Context, small: dict[str, str]) -> None:
     small["CMakeLists.txt"] = FILES["CMakeLists.txt"] + (
         "add_library(ggml-cpu-haswell MODULE ggml.c)\n"
@@ -295,6 +308,11 @@ def _replace_by_file(folder: Path) -> None:
     folder.write_text("x")
 
 
+def _dangle(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to("/no/where")
+
+
 def _other_record(folder: Path) -> None:
     record = folder / "build.json"
     record.write_text(record.read_text().replace('"number": 77', '"number": 78'))
@@ -312,6 +330,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "record of another build": _other_record,
     "empty folder": _empty,
     "a file in its place": _replace_by_file,
+    "a link to nothing": _dangle,
 }
 
 

@@ -106,6 +106,22 @@ def test_a_compiler_cache_in_front_of_the_compiler(context: Context, tmp_path: P
     assert tools.cc.path == real("gcc")
 
 
+@pytest.mark.parametrize("how", ["PATH", "CC"])
+def test_a_compiler_cache_that_goes_by_the_compilers_name(
+    context: Context, tmp_path: Path, how: str
+) -> None:
+    cache = script(tmp_path / "real" / "ccache", 'exec "$@"')
+    folder = tmp_path / "masked"
+    folder.mkdir()
+    for name in ("cc", "c++", "gcc", "g++"):
+        (folder / name).symlink_to(cache)
+    path = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    ctx = with_env(context, **(path if how == "PATH" else {"CC": str(folder / "gcc")}))
+    tools = find_tools(ctx)
+    assert tools.cc.path == real("cc" if how == "PATH" else "gcc")
+    assert str(folder) not in tools.search_path
+
+
 IMPOSTORS = {
     "says nothing": ("true", "gives no version: it said ''"),
     "says nonsense": ("echo hello", "gives no version: it said 'hello'"),
