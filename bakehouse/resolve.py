@@ -366,7 +366,7 @@ def moved_refs(ctx: Context, lock: Lock) -> tuple[Drift, ...]:
     if not isinstance(lock.source, GitPin) or not lock.source.ref:
         return ()
     from bakehouse.ports.git import Git
-    from bakehouse.sources.mirror import find_ref
+    from bakehouse.sources.refs import find_ref
 
     git = Git(ctx.processes, ctx.environment)
     _, now = find_ref(ctx, git, lock.source.url, lock.source.ref)

@@ -33,7 +33,6 @@ _CONFIG: Mapping[str, str] = {
     "core.precomposeUnicode": "false",
     "core.quotePath": "false",
     "core.looseCompression": "1",
-    "core.fsync": "committed",
     "credential.helper": "",
     "fetch.recurseSubmodules": "false",
     "fetch.unpackLimit": "1",  # a fetch is one pack, renamed into place, and never loose halves

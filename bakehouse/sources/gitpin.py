@@ -12,12 +12,8 @@ from bakehouse.lock import GitPin, SubmodulePin
 from bakehouse.ports.git import COMMIT, Git, GitFailed, check_url
 from bakehouse.recipe.model import FULL_COMMIT, Source
 from bakehouse.redact import clean
-from bakehouse.sources.mirror import (
-    ensure_commit,
-    find_ref,
-    find_short,
-    has_whole_history,
-)
+from bakehouse.sources.mirror import ensure_commit, has_whole_history
+from bakehouse.sources.refs import find_ref, find_short
 
 MAX_SUBMODULES = 200
 MAX_DEPTH = 8

@@ -20,7 +20,8 @@ from bakehouse.lock import GitPin, Lock
 from bakehouse.ports.git import Git
 from bakehouse.recipe.model import Source
 from bakehouse.sources.gitpin import pin_git
-from bakehouse.sources.mirror import ensure_commit, find_ref, mirror_folder
+from bakehouse.sources.mirror import ensure_commit, mirror_folder
+from bakehouse.sources.refs import find_ref, find_short
 from bakehouse.sources.tree import ensure_tree, materialise
 from tests.support.clocks import ImpatientClock
 from tests.support.filehost import raw, redirect, status
@@ -228,8 +229,6 @@ def test_a_short_commit_that_fits_several_is_ambiguous(ctx: Context, repo: Repo)
         commits.append(repo.commit({"a": str(number)}, parents=above, message=str(number)))
     heads = [commit[:2] for commit in commits]
     twice = next(head for head in heads if heads.count(head) > 1)
-    from bakehouse.sources.mirror import find_short
-
     with pytest.raises(LockError, match="ambiguous") as caught:
         find_short(ctx, Git(ctx.processes), repo.url, "refs/heads/main", twice)
     for commit in [c for c in commits if c.startswith(twice)][:2]:

@@ -1,0 +1,313 @@
+"""The tasks `lock` and `fetch`, from a recipe to files on disk, against real hosts on loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bakehouse.commands import fetch, lock
+from bakehouse.context import Context
+from bakehouse.errors import HostError, LockError
+from bakehouse.progress import Silent
+from bakehouse.recipe.load import load
+from bakehouse.resolve import ensure_lock, lock_path, read_lock
+from bakehouse.sources.tree import materialise
+from tests.support.checkpoints import gguf_bytes, llama_metadata
+from tests.support.clocks import ImpatientClock
+from tests.support.filehost import FileHost, cut, serve_files
+from tests.support.githost import GitHost, Repo, serve_git
+from tests.support.recipes import recipe_data, write_recipe
+
+pytestmark = pytest.mark.integration
+
+MODEL = gguf_bytes(llama_metadata())
+DATE = 1_500_000_000
+
+
+class Saying(Silent):
+    """Progress that remembers what was said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture
+def said() -> Saying:
+    return Saying()
+
+
+@pytest.fixture
+def ctx(context: Context, said: Saying, tmp_path: Path) -> Context:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "model.gguf").write_bytes(MODEL)
+    os.utime(tmp_path / "recipes" / "model.gguf", (DATE, DATE))
+    return replace(context, recipes=tmp_path / "recipes", progress=said, clock=ImpatientClock())
+
+
+@pytest.fixture
+def git_host(tmp_path: Path) -> Iterator[GitHost]:
+    with serve_git(tmp_path / "host") as served:
+        yield served
+
+
+@pytest.fixture
+def repo(git_host: GitHost) -> Repo:
+    return git_host.repo()
+
+
+@pytest.fixture
+def host() -> Iterator[FileHost]:
+    with serve_files() as served:
+        yield served
+
+
+def tarball(files: dict[str, bytes], big: int = 0) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as made:
+        for name, data in {**files, **({"p-1/big": os.urandom(big)} if big else {})}.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(data), DATE
+            made.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+TAR = tarball(
+    {"p-1/src/main.c": b"int x;\n", "p-1/src/.gitattributes": b"* eol=crlf\n", "p-1/n": b""}
+)
+
+
+def archive(data: bytes = TAR, **over: Any) -> dict[str, Any]:
+    return {"archive": {"sha256": hashlib.sha256(data).hexdigest(), "folder": "src", **over}}
+
+
+def write(ctx: Context, **over: Any) -> Path:
+    return write_recipe(ctx.recipes, recipe_data(**over))
+
+
+def test_a_first_lock_is_written_and_printed(ctx: Context, repo: Repo, said: Saying) -> None:
+    commit = repo.commit({"a": "1"})
+    path = write(ctx, source={"git": repo.url, "commit": commit})
+    outcome = lock.run(ctx, lock.Options(recipe="test"))
+    assert outcome.result["created"]
+    assert any(commit in line for line in said.said)
+    assert commit in outcome.text
+    assert json.loads(lock_path(path).read_text())["source"]["commit"] == commit
+    again = lock.run(ctx, lock.Options(recipe="test"))
+    assert not again.result["created"]
+    assert again.result["lock"] == outcome.result["lock"]
+
+
+def test_a_ref_that_moved_is_told_and_moves_nothing(
+    ctx: Context, repo: Repo, git_host: GitHost
+) -> None:
+    first = repo.commit({"a": "1"})
+    write(ctx, source={"git": repo.url, "commit": first, "ref": "main"})
+    lock.run(ctx, lock.Options(recipe="test"))
+    second = repo.commit({"a": "2"}, parents=(first,))
+    outcome = lock.run(ctx, lock.Options(recipe="test"))
+    (drifted,) = outcome.result["drift"]
+    assert (drifted["reason"], drifted["locked"], drifted["now"]) == ("ref-moved", first, second)
+    assert "ref-moved" in outcome.text
+    updated = lock.run(ctx, lock.Options(recipe="test", update=True))
+    assert updated.result["lock"]["source"]["commit"] == first
+    assert updated.result["lock"]["source"]["ref_commit"] == second
+    assert [change["where"] for change in updated.result["moved"]] == ["ref"]
+    git_host.gone = True
+    assert lock.run(ctx, lock.Options(recipe="test")).result["drift"] == []
+
+
+def test_update_moves_pins_and_says_which(ctx: Context, repo: Repo, said: Saying) -> None:
+    first, second = repo.commit({"a": "1"}), repo.commit({"a": "2"})
+    path = write(ctx, source={"git": repo.url, "commit": first})
+    lock.run(ctx, lock.Options(recipe="test"))
+    write(ctx, source={"git": repo.url, "commit": second})
+    with pytest.raises(LockError, match="commit-changed") as caught:
+        lock.run(ctx, lock.Options(recipe="test"))
+    assert caught.value.exit_code == 4
+    assert "invoke lock --recipe test --update" in str(caught.value.hint)
+    outcome = lock.run(ctx, lock.Options(recipe="test", update=True))
+    assert "moved source" in outcome.text
+    found = read_lock(lock_path(path))
+    assert found is not None
+    assert found.source is not None
+    assert found.source.tree == repo.tree({"a": "2"})
+
+
+def test_locked_writes_nothing(ctx: Context, repo: Repo) -> None:
+    path = write(ctx, source={"git": repo.url, "commit": repo.commit({"a": "1"})})
+    with pytest.raises(LockError, match="no lock") as caught:
+        fetch.run(ctx, fetch.Options(recipe="test", locked=True))
+    assert caught.value.exit_code == 4
+    assert not lock_path(path).exists()
+    lock.run(ctx, lock.Options(recipe="test"))
+    fetch.run(ctx, fetch.Options(recipe="test", locked=True))
+
+
+def test_an_override_is_not_locked(ctx: Context, repo: Repo) -> None:
+    commit = repo.commit({"a": "1"})
+    path = write(ctx, source={"git": repo.url, "commit": "3" * 40})
+    over = (f"source.commit={commit}",)
+    with pytest.raises(LockError, match="override"):
+        lock.run(ctx, lock.Options(recipe="test", set=over))
+    assert not lock_path(path).exists()
+
+
+def test_a_lock_of_another_recipe(ctx: Context, repo: Repo) -> None:
+    path = write(ctx, source={"git": repo.url, "commit": repo.commit({"a": "1"})})
+    lock.run(ctx, lock.Options(recipe="test"))
+    other = write_recipe(ctx.recipes, {**recipe_data(), "name": "other"}, "other")
+    lock_path(other).write_bytes(lock_path(path).read_bytes())
+    with pytest.raises(LockError, match="belongs to another recipe"):
+        ensure_lock(ctx, load(other))
+
+
+def test_a_damaged_lock_is_mended_by_update(ctx: Context, repo: Repo) -> None:
+    path = write(ctx, source={"git": repo.url, "commit": repo.commit({"a": "1"})})
+    lock_path(path).write_text("{")
+    with pytest.raises(LockError, match="damaged"):
+        fetch.run(ctx, fetch.Options(recipe="test"))
+    lock.run(ctx, lock.Options(recipe="test", update=True))
+    fetch.run(ctx, fetch.Options(recipe="test"))
+
+
+def test_fetch_brings_everything_and_then_needs_no_network(
+    ctx: Context, host: FileHost, tmp_path: Path
+) -> None:
+    host.put("/p-1.tar.gz", TAR, cut(50))
+    host.put("/m.gguf", MODEL)
+    write(
+        ctx, source=archive(url=host.at("/p-1.tar.gz"), number=7),
+        weights={"model": {"url": host.at("/m.gguf")}},
+    )  # fmt: skip
+    outcome = fetch.run(ctx, fetch.Options(recipe="test"))
+    assert Path(outcome.result["weights"]["model"]["first"]).read_bytes() == MODEL
+    host.files.clear()
+    host.requests.clear()
+    again = fetch.run(ctx, fetch.Options(recipe="test"))
+    assert again.result == outcome.result
+    assert host.requests == []
+    locked = ensure_lock(ctx, load(ctx.recipes / "test.yaml"))
+    materialise(ctx, locked, tmp_path / "out")
+    assert (tmp_path / "out" / "main.c").read_bytes() == b"int x;\n"
+    assert (tmp_path / "out" / ".gitattributes").read_bytes() == b"* eol=crlf\n"
+    assert (tmp_path / "out" / "main.c").stat().st_mtime == DATE
+    assert locked.build_number == 7
+    assert locked.stamp == hashlib.sha256(TAR).hexdigest()[:9]
+
+
+def test_a_local_archive_is_copied_and_verified(ctx: Context, tmp_path: Path) -> None:
+    (ctx.recipes / "p.tar.gz").write_bytes(TAR)
+    write(ctx, source=archive(path="p.tar.gz"))
+    fetch.run(ctx, fetch.Options(recipe="test"))
+    (ctx.recipes / "q.tar.gz").write_bytes(tarball({"p/src/other": b"x"}))
+    write(ctx, source=archive(path="q.tar.gz"))
+    with pytest.raises(LockError, match="archive-changed"):
+        fetch.run(ctx, fetch.Options(recipe="test"))
+    with pytest.raises(LockError, match="not the one that is pinned"):
+        lock.run(ctx, lock.Options(recipe="test", update=True))
+
+
+def test_an_archive_that_is_something_else(ctx: Context, host: FileHost) -> None:
+    host.put("/p.tar.gz", b"<html>Log in</html>")
+    write(ctx, source=archive(url=host.at("/p.tar.gz")))
+    with pytest.raises(LockError, match="an HTML page"):
+        lock.run(ctx, lock.Options(recipe="test"))
+    assert not list(ctx.places.downloads.rglob("*.tar.gz"))
+
+
+def test_an_archive_of_a_release(ctx: Context, host: FileHost) -> None:
+    host.put("/files/some_engine-1.0.tar.gz", TAR)
+    row = {
+        "filename": "some_engine-1.0.tar.gz", "size": len(TAR),
+        "url": host.at("/files/some_engine-1.0.tar.gz"),
+        "hashes": {"sha256": hashlib.sha256(TAR).hexdigest()},
+    }  # fmt: skip
+    host.put("/simple/some-engine/", json.dumps({"files": [row]}).encode())
+    known = replace(ctx, environment={**ctx.environment, "PIP_INDEX_URL": host.at("/simple")})
+    write(ctx, source=archive(pypi="some-engine==1.0"))
+    outcome = lock.run(known, lock.Options(recipe="test"))
+    assert outcome.result["lock"]["source"]["origin"] == "pypi:some-engine==1.0"
+
+
+def test_a_patch_that_changed_stops_everything(ctx: Context) -> None:
+    (ctx.recipes / "p.tar.gz").write_bytes(TAR)
+    patch = ctx.recipes / "p.patch"
+    patch.write_text("--- a/main.c\n+++ b/main.c\n@@ -1 +1 @@\n-int x;\n+int y;\n")
+    write(ctx, source={**archive(path="p.tar.gz"), "patches": [{"file": "p.patch"}]})
+    outcome = lock.run(ctx, lock.Options(recipe="test"))
+    assert outcome.result["lock"]["source_tree"] != outcome.result["lock"]["source"]["tree"]
+    fetch.run(ctx, fetch.Options(recipe="test"))
+    patch.write_text(patch.read_text().replace("int y", "int z"))
+    with pytest.raises(LockError, match="changed since it was pinned"):
+        fetch.run(ctx, fetch.Options(recipe="test"))
+    updated = lock.run(ctx, lock.Options(recipe="test", update=True))
+    moved = {change["where"] for change in updated.result["moved"]}
+    assert moved == {"patch p.patch", "source tree"}
+
+
+def test_the_cache_can_be_lost(ctx: Context, host: FileHost, tmp_path: Path) -> None:
+    """A lock and its recipe are all that another machine has."""
+    host.put("/p-1.tar.gz", TAR)
+    (ctx.recipes / "p.patch").write_text(
+        "--- a/main.c\n+++ b/main.c\n@@ -1 +1 @@\n-int x;\n+int y;\n"
+    )
+    write(ctx, source={**archive(url=host.at("/p-1.tar.gz")), "patches": [{"file": "p.patch"}]})
+    lock.run(ctx, lock.Options(recipe="test"))
+    ctx.places.cache.rename(tmp_path / "lost")
+    loaded = load(ctx.recipes / "test.yaml")
+    materialise(ctx, ensure_lock(ctx, loaded, locked=True), tmp_path / "out")
+    assert (tmp_path / "out" / "main.c").read_bytes() == b"int y;\n"
+
+
+def test_a_place_that_cannot_be_written(ctx: Context, repo: Repo, tmp_path: Path) -> None:
+    write(ctx, source={"git": repo.url, "commit": repo.commit({"a": "1"})})
+    (tmp_path / "file").write_text("")
+    places = replace(ctx.places, cache=tmp_path / "file" / "cache")
+    with pytest.raises(HostError) as caught:
+        lock.run(replace(ctx, places=places), lock.Options(recipe="test"))
+    assert caught.value.exit_code == 9
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from bakehouse.commands import lock
+from bakehouse.context import Context
+from bakehouse.places import Places
+home = Path(sys.argv[1])
+ctx = Context(places=Places(home / "cache", home / "state"), recipes=Path(sys.argv[2]))
+lock.run(ctx, lock.Options(recipe="test"))
+"""
+
+
+@pytest.mark.parametrize("after", [0.4, 0.6, 0.8])
+def test_kill_in_the_middle_of_unpacking(ctx: Context, tmp_path: Path, after: float) -> None:
+    files = {f"p-1/src/{n}.c": os.urandom(3000) for n in range(400)}
+    data = tarball(files)
+    (ctx.recipes / "p.tar.gz").write_bytes(data)
+    write(ctx, source=archive(data, path="p.tar.gz"))
+    argv = [sys.executable, "-c", CHILD, str(ctx.places.cache.parent), str(ctx.recipes)]
+    child = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    time.sleep(after)
+    child.kill()
+    child.wait()
+    locked = ensure_lock(ctx, load(ctx.recipes / "test.yaml"))
+    materialise(ctx, locked, tmp_path / "out")
+    found = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    assert found == {name.rpartition("/")[2]: content for name, content in files.items()}
+    assert not list(ctx.places.git.glob(".unpack-*"))

@@ -1,0 +1,199 @@
+"""The lock beside a recipe: read, compared and described without touching anything else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bakehouse.base import to_json
+from bakehouse.errors import LockError
+from bakehouse.lock import Lock, changes, describe, moved_line
+from bakehouse.recipe.load import load
+from bakehouse.recipe.model import Recipe
+from bakehouse.resolve import drift, lock_path, read_lock, wants
+from tests.support.recipes import make_loaded, recipe_data
+
+C1, C2, SHA1, SHA2 = "1" * 40, "2" * 40, "a" * 64, "b" * 64
+FILE = {"path": "m.gguf", "size": 10, "sha256": SHA1}
+GIT = {"git": "https://example.org/x.git", "commit": C1, "ref": "main"}
+ARCHIVE = {"pypi": "some-engine==1.0", "sha256": SHA1, "folder": "src", "number": 7}
+
+
+def recipe(**over: Any) -> Recipe:
+    return Recipe.model_validate(recipe_data(**over))
+
+
+def lock(of: Recipe, **over: Any) -> Lock:
+    """A lock that agrees with the recipe that `over` starts from."""
+    data: dict[str, Any] = {
+        "schema": 1, "recipe": "test", "engine": "llama.cpp", "wants": wants(of),
+        "source": {"kind": "git", "url": GIT["git"], "ref": "main", "ref_commit": C2,
+                   "commit": C1, "tree": C1, "date": 1},
+        "source_tree": C1,
+        "weights": {"model": {"origin": "hub:o/m", "revision": C1, "files": [FILE]}},
+    }  # fmt: skip
+    return Lock.model_validate(data | over)
+
+
+BASE: dict[str, Any] = {"source": GIT, "weights": {"model": {"hub": "o/m", "files": "*.gguf"}}}
+ARCHIVE_PIN = {
+    "kind": "archive", "origin": "pypi:some-engine==1.0", "folder": "src", "number": 7,
+    "tree": C1, "date": 1, "file": {"path": "x.tar.gz", "size": 1, "sha256": SHA1},
+}  # fmt: skip
+
+
+def test_agreement() -> None:
+    one = recipe(**BASE)
+    assert drift(one, lock(one)) == ()
+    two = recipe(**BASE | {"source": {"archive": ARCHIVE}})
+    assert drift(two, lock(two, source=ARCHIVE_PIN)) == ()
+    short = recipe(**BASE | {"source": {**GIT, "commit": C1[:9]}})
+    assert drift(short, lock(short)) == ()
+
+
+def test_what_is_not_locked_may_change() -> None:
+    one = recipe(**BASE)
+    other = recipe(
+        **BASE, description="x", probe={"facts": {"must_pass": 1}}, build={"jobs": 2},
+        serve={"command": "{{ server }}", "context": 9},
+    )  # fmt: skip
+    assert drift(other, lock(one)) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "where"),
+    [
+        ({"source": {**GIT, "git": "https://example.org/y.git"}}, "source-changed", "source.git"),
+        ({"source": {**GIT, "commit": C2}}, "commit-changed", "source.commit"),
+        ({"source": {**GIT, "commit": C2[:8]}}, "commit-changed", "source.commit"),
+        ({"source": {**GIT, "ref": "dev"}}, "ref-changed", "source.ref"),
+        ({"source": {"archive": ARCHIVE}}, "source-changed", "source"),
+        ({"source": {**GIT, "patches": [{"file": "p"}]}}, "patch-changed", "source.patches"),
+        (
+            {"weights": {"model": {"hub": "o/n", "files": "*.gguf"}}},
+            "weights-changed", "weights.model",
+        ),
+        (
+            {"weights": {"model": {"hub": "o/m", "files": "q8/*.gguf"}}},
+            "weights-changed", "weights.model.files",
+        ),
+        (
+            {"weights": {"model": {"hub": "o/m", "files": "*.gguf", "revision": C2}}},
+            "weights-changed", "weights.model.revision",
+        ),
+        (
+            {"weights": {"model": {"hub": "o/m", "files": "*.gguf", "sha256": SHA2}}},
+            "weights-changed", "weights.model.sha256",
+        ),
+        (
+            {"weights": {**BASE["weights"], "drafter": {"path": "d.gguf"}}},
+            "weights-changed", "weights.drafter",
+        ),
+        (
+            {"build": {"cuda": {"version": "13.0", "provide": "pypi"}}},
+            "toolkit-changed", "build.cuda",
+        ),
+        (
+            {"weights": {"model": {"hub": "o/m", "files": "m.*"}}},
+            "recipe-changed", "the digest of what is resolved",
+        ),
+    ],
+)  # fmt: skip
+def test_drift_has_a_named_reason(change: dict[str, Any], reason: str, where: str) -> None:
+    found = drift(recipe(**BASE | change), lock(recipe(**BASE)))
+    assert [(d.reason, d.where) for d in found] == [(reason, where)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("pypi", "some-engine==2.0"), ("sha256", SHA2), ("folder", "other"), ("number", 8)],
+)
+def test_drift_of_an_archive(key: str, value: Any) -> None:
+    one = recipe(**BASE | {"source": {"archive": ARCHIVE}})
+    other = recipe(**BASE | {"source": {"archive": {**ARCHIVE, key: value}}})
+    (found,) = drift(other, lock(one, source=ARCHIVE_PIN))
+    assert found.reason == "archive-changed"
+    assert found.now == str(value).replace("some", "pypi:some")
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        [{"file": "b.patch"}, {"file": "a.patch"}],
+        [{"file": "a.patch"}],
+        [{"file": "a.patch", "sha256": SHA2}, {"file": "b.patch"}],
+        [],
+    ],
+)
+def test_drift_of_patches(now: list[dict[str, str]]) -> None:
+    then = [{"file": "a.patch"}, {"file": "b.patch"}]
+    one = recipe(**BASE | {"source": {**GIT, "patches": then}})
+    pins = [{"id": "p", "file": {**FILE, "path": patch["file"]}} for patch in then]
+    locked = lock(one, patches=pins)
+    assert drift(one, locked) == ()
+    (found,) = drift(recipe(**BASE | {"source": {**GIT, "patches": now}}), locked)
+    assert found.reason == "patch-changed"
+
+
+def test_every_difference_is_found_at_once() -> None:
+    other = recipe(
+        source={**GIT, "commit": C2, "ref": "dev"}, weights={"model": {"path": "m.gguf"}}
+    )
+    found = {d.reason for d in drift(other, lock(recipe(**BASE)))}
+    assert found == {"commit-changed", "ref-changed", "weights-changed"}
+
+
+def test_an_override_that_changes_what_is_locked_is_drift(tmp_path: Path) -> None:
+    loaded = make_loaded(tmp_path, **BASE)
+    locked = lock(loaded.recipe)
+    over = load(loaded.path, (f"source.commit={C2}",))
+    assert [d.reason for d in drift(over.recipe, locked)] == ["commit-changed"]
+    assert drift(load(loaded.path, ("serve.context=99",)).recipe, locked) == ()
+
+
+def test_a_lock_is_written_and_read_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "x.lock.json"
+    assert read_lock(path) is None
+    locked = lock(recipe(**BASE))
+    path.write_text(to_json(locked))
+    assert read_lock(path) == locked
+    assert lock_path(tmp_path / "x.yaml") == path
+    assert lock_path(tmp_path / "a.b.yaml").name == "a.b.lock.json"
+
+
+GOOD = to_json(lock(recipe(**BASE)))
+
+
+@pytest.mark.parametrize(
+    ("text", "id_", "why"),
+    [
+        ("", "lock-damaged", "not JSON"),
+        (GOOD[:-20], "lock-damaged", "not JSON"),
+        ("[]", "lock-damaged", "not a JSON object"),
+        (f"<<<<<<< HEAD\n{GOOD}=======\n>>>>>>> x\n", "lock-damaged", "merge conflict"),
+        (json.dumps({**json.loads(GOOD), "schema": 2}), "lock-newer", "newer Bakehouse"),
+        (json.dumps({**json.loads(GOOD), "schema": 0}), "lock-damaged", "schema"),
+        (json.dumps({**json.loads(GOOD), "extra": 1}), "lock-damaged", "extra"),
+        (json.dumps({**json.loads(GOOD), "weights": 5}), "lock-damaged", "weights"),
+    ],
+)
+def test_a_lock_that_cannot_be_used(tmp_path: Path, text: str, id_: str, why: str) -> None:
+    path = tmp_path / "x.lock.json"
+    path.write_text(text)
+    with pytest.raises(LockError, match=why) as caught:
+        read_lock(path)
+    assert (caught.value.id, caught.value.exit_code) == (id_, 4)
+    assert str(path) in str(caught.value.where)
+    assert "lock --update" in str(caught.value.hint)
+
+
+def test_what_moved_is_told() -> None:
+    old = lock(recipe(**BASE))
+    new = old.model_copy(update={"source": old.source.model_copy(update={"commit": C2})})  # type: ignore[union-attr]
+    (change,) = changes(old, new)
+    assert moved_line(change).startswith("moved source: https://example.org/x.git commit 111")
+    assert changes(old, old) == ()
+    assert any(SHA1 in line for line in describe(old))
