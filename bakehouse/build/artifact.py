@@ -20,9 +20,8 @@ from pydantic import Field, ValidationError
 
 from bakehouse.base import Frozen, digest, to_json
 from bakehouse.checks import Check
+from bakehouse.plan.types import ARTIFACT_RECORD as RECORD
 from bakehouse.plan.types import BuildInputs
-
-RECORD = "build.json"
 
 
 class BuiltFile(Frozen):

@@ -17,7 +17,7 @@ from bakehouse.build.work import digest_lock, moved, work_folder
 from bakehouse.checks import Check
 from bakehouse.context import Context
 from bakehouse.lock import Lock
-from bakehouse.plan.types import BuildPlan
+from bakehouse.plan.types import ARTIFACT_RECORD, BuildPlan
 from bakehouse.records.store import Run
 from bakehouse.sources.tree import ensure_tree, materialise
 
@@ -138,11 +138,11 @@ def _record(
 
 def _place(stage: Path, artifact: Path, record: BuildRecord) -> None:
     """Write the record, make sure that all is on disk, and rename: it is there whole, or not."""
-    path = stage / files.RECORD
+    path = stage / ARTIFACT_RECORD
     path.write_text(to_json(record))
     path.chmod(RECORD_MODE)
     stage.chmod(FOLDER_MODE)
-    for name in (files.RECORD, *(file.path for file in record.files)):
+    for name in (ARTIFACT_RECORD, *(file.path for file in record.files)):
         with (stage / name).open("rb") as file:
             os.fsync(file.fileno())
     stage.rename(artifact)

@@ -6,9 +6,8 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-from bakehouse.build.artifact import RECORD
 from bakehouse.errors import UsageError
-from bakehouse.plan.types import BuildPlan, ServePlan, Step
+from bakehouse.plan.types import ARTIFACT_RECORD, BuildPlan, ServePlan, Step
 from bakehouse.redact import clean
 
 
@@ -56,7 +55,7 @@ def serve_lines(plan: ServePlan) -> list[str]:
 
 def is_built(plan: BuildPlan) -> bool:
     """Whether an artifact lies in the plan's place; whether it verifies is for `build` to say."""
-    return (Path(plan.artifact) / RECORD).is_file()
+    return (Path(plan.artifact) / ARTIFACT_RECORD).is_file()
 
 
 def parse_jobs(text: str) -> int | None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from bakehouse.base import Frozen, digest
 from bakehouse.engines.configured import Expected
 
+ARTIFACT_RECORD = "build.json"
+"""In the artifact's folder, written last: its name tells that an artifact is there."""
+
 
 class Step(Frozen):
     """One thing that is done. Steps that run no command have an empty `argv`."""
