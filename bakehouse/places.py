@@ -63,7 +63,7 @@ class Places:
 
     @property
     def compiler_cache(self) -> Path:
-        """Folder of ccache or sccache."""
+        """Folder of ccache."""
         return self.cache / "ccache"
 
     @property

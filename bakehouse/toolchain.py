@@ -31,7 +31,11 @@ ANSWER_S = 20.0
 OLDEST_CMAKE = (3, 20)
 """The first whose file API names toolchains, which acceptance reads."""
 SYSTEM_PATH = ("/usr/local/bin", "/usr/bin", "/bin")
-LAUNCHERS = ("ccache", "sccache")
+LAUNCHER = "ccache"
+"""The compiler cache that is used. Not sccache: it drops SOURCE_DATE_EPOCH on the way to the
+compiler (seen with 0.16.0), so that a build with it would differ from one without."""
+STAND_INS = ("ccache", "sccache")
+"""Programs that go by a compiler's name, or stand in front of it."""
 C = ("cc", "gcc", "clang")
 CXX = ("c++", "g++", "clang++")
 MEMORY_FILE = "toolchain.json"
@@ -59,7 +63,7 @@ class Tools(Frozen):
     cxx: Tool
     strip: Tool
     launcher: str | None = None
-    """Path of ccache or sccache, where there is one; it never changes a result."""
+    """Path of ccache, where there is one; it never changes a result."""
 
     @property
     def search_path(self) -> str:
@@ -71,39 +75,38 @@ class Tools(Frozen):
 def find_tools(ctx: Context) -> Tools:
     """Find all tools and say what they are; HostError (9) for one that is missing or broken."""
     memory = _Memory(ctx.places.cache / MEMORY_FILE)
-    cmake = _ask_cmake(ctx, memory, _beside_python(ctx, "cmake"))
-    ninja = _ask_ninja(ctx, memory, _beside_python(ctx, "ninja"))
-    cc, c_launcher = _compiler_path(ctx, "CC", C)
-    cxx, cxx_launcher = _compiler_path(ctx, "CXX", CXX)
-    tools = Tools(
-        cmake=cmake,
-        ninja=ninja,
-        cc=_ask_compiler(ctx, memory, cc, "c"),
-        cxx=_ask_compiler(ctx, memory, cxx, "c++"),
-        strip=_ask_strip(ctx, memory),
-        launcher=c_launcher or cxx_launcher or _launcher(ctx),
-    )
+    found = {name: ask() for name, ask in _finders(ctx, memory).items()}
     memory.save()
-    return tools
+    return Tools(
+        cmake=found["cmake"],
+        ninja=found["ninja"],
+        cc=found["cc"],
+        cxx=found["c++"],
+        strip=found["strip"],
+        launcher=shutil.which(LAUNCHER, path=_search(ctx)),
+    )
 
 
 def look_over(ctx: Context) -> dict[str, Tool | HostError]:
     """Give what each tool is, or why it cannot be used, all of them."""
     memory = _Memory(ctx.places.cache / MEMORY_FILE)
-    ask: dict[str, Callable[[], Tool]] = {
-        "cmake": lambda: _ask_cmake(ctx, memory, _beside_python(ctx, "cmake")),
-        "ninja": lambda: _ask_ninja(ctx, memory, _beside_python(ctx, "ninja")),
-        "cc": lambda: _ask_compiler(ctx, memory, _compiler_path(ctx, "CC", C)[0], "c"),
-        "c++": lambda: _ask_compiler(ctx, memory, _compiler_path(ctx, "CXX", CXX)[0], "c++"),
-        "strip": lambda: _ask_strip(ctx, memory),
-    }
     found: dict[str, Tool | HostError] = {}
-    for name, finder in ask.items():
+    for name, ask in _finders(ctx, memory).items():
         try:
-            found[name] = finder()
+            found[name] = ask()
         except HostError as error:
             found[name] = error
     return found
+
+
+def _finders(ctx: Context, memory: _Memory) -> dict[str, Callable[[], Tool]]:
+    return {
+        "cmake": lambda: _ask_cmake(ctx, memory, _beside_python(ctx, "cmake")),
+        "ninja": lambda: _ask_ninja(ctx, memory, _beside_python(ctx, "ninja")),
+        "cc": lambda: _ask_compiler(ctx, memory, _compiler_path(ctx, "CC", C), "c"),
+        "c++": lambda: _ask_compiler(ctx, memory, _compiler_path(ctx, "CXX", CXX), "c++"),
+        "strip": lambda: _ask_strip(ctx, memory),
+    }
 
 
 class _Memory:
@@ -304,20 +307,21 @@ def _beside_python(ctx: Context, name: str) -> str:
     raise _missing(name, _pip())
 
 
-def _compiler_path(ctx: Context, variable: str, names: tuple[str, ...]) -> tuple[str, str | None]:
-    """Find a compiler and the compiler cache that `CC="ccache gcc"` names, if it does."""
+def _compiler_path(ctx: Context, variable: str, names: tuple[str, ...]) -> str:
+    """Find the compiler that `CC` or `CXX` names, a cache in front of it left out; else by name."""
     given = ctx.environment.get(variable, "").strip()
     if not given:
         for name in names:
             if found := _compiler(ctx, name):
-                return found, None
+                return found
         kind = "C" if variable == "CC" else "C++"
         raise _missing(f"a {kind} compiler", _system_packages("compilers"))
     try:
         words = shlex.split(given)
     except ValueError:
         words = []
-    launcher = words.pop(0) if len(words) > 1 and Path(words[0]).name in LAUNCHERS else None
+    if len(words) > 1 and Path(words[0]).name in STAND_INS:
+        del words[0]
     if len(words) != 1:
         raise HostError(
             f"{variable} holds more than a compiler: '{clean(given)}'",
@@ -331,7 +335,7 @@ def _compiler_path(ctx: Context, variable: str, names: tuple[str, ...]) -> tuple
             where=f"environment variable {variable}",
             hint=f"unset {variable}, or set it to a compiler that exists",
         )
-    return found, shutil.which(launcher, path=_search(ctx)) if launcher else None
+    return found
 
 
 def _compiler(ctx: Context, name: str) -> str | None:
@@ -343,17 +347,10 @@ def _compiler(ctx: Context, name: str) -> str | None:
     places = [os.path.dirname(name)] if os.path.dirname(name) else []
     for folder in [*places, *_search(ctx).split(os.pathsep)]:
         found = shutil.which(os.path.join(folder, os.path.basename(name)))
-        if found and Path(os.path.realpath(found)).name not in LAUNCHERS:
+        if found and Path(os.path.realpath(found)).name not in STAND_INS:
             return os.path.abspath(found)
         if found is None and folder in places:
             return None
-    return None
-
-
-def _launcher(ctx: Context) -> str | None:
-    for name in LAUNCHERS:
-        if found := shutil.which(name, path=_search(ctx)):
-            return found
     return None
 
 

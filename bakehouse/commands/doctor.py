@@ -237,10 +237,10 @@ def _toolkits(ctx: Context) -> list[Line]:
 
 def _cache(ctx: Context) -> Line:
     path = ctx.environment.get("PATH", os.defpath)
-    found = shutil.which("ccache", path=path) or shutil.which("sccache", path=path)
+    found = shutil.which("ccache", path=path)
     return Line(
         check(
-            "ccache", "ccache or sccache (quicker rebuilds)", found or "none found", "PATH",
+            "ccache", "ccache (quicker rebuilds)", found or "none found", "PATH",
             ok=bool(found),
         ),
         f"{'' if os.geteuid() == 0 else 'sudo '}apt-get install -y ccache",

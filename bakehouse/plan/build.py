@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -215,8 +214,6 @@ def _cache_environment(tools: Tools, work: Path, folder: Path) -> dict[str, str]
     """
     if not tools.launcher:
         return {}
-    if os.path.basename(tools.launcher) == "sccache":
-        return {"SCCACHE_DIR": str(folder), "SCCACHE_SERVER_UDS": str(work / "tmp" / "sccache")}
     return {"CCACHE_DIR": str(folder), "CCACHE_TEMPDIR": str(work / "tmp")}
 
 

@@ -104,7 +104,7 @@ def test_the_same_bytes_in_two_places(
     tmp_path: Path, small: dict[str, str], launcher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if launcher == "without":
-        monkeypatch.setattr("bakehouse.toolchain.LAUNCHERS", ())
+        monkeypatch.setattr("bakehouse.toolchain.LAUNCHER", "no-such-cache")
     elif not shutil.which("ccache"):
         pytest.skip("no ccache here")
     short = home(tmp_path / "a")
@@ -112,7 +112,7 @@ def test_the_same_bytes_in_two_places(
     one, other = (build(ctx, small_plan(ctx)) for ctx in (short, long))
     assert files_of(one) == files_of(other)
     assert (one.digest, one.content) == (other.digest, other.content)
-    monkeypatch.setattr("bakehouse.toolchain.LAUNCHERS", ())
+    monkeypatch.setattr("bakehouse.toolchain.LAUNCHER", "no-such-cache")
     plain = home(tmp_path / "no cache")
     assert files_of(build(plain, small_plan(plain))) == files_of(one), "a cache changes no byte"
 

@@ -99,11 +99,17 @@ def test_the_environment_does_not_reach_what_a_tool_says(context: Context) -> No
     assert find_tools(odd).cc == find_tools(context).cc
 
 
-def test_a_compiler_cache_in_front_of_the_compiler(context: Context, tmp_path: Path) -> None:
-    cache = script(tmp_path / "bin" / "ccache", 'exec "$@"')
-    tools = find_tools(with_env(context, CC=f"{cache} gcc"))
-    assert tools.launcher == str(cache)
+@pytest.mark.parametrize("cache", ["ccache", "sccache"])
+def test_a_compiler_cache_in_front_of_the_compiler(
+    context: Context, tmp_path: Path, cache: str
+) -> None:
+    """It is looked through; of the two only ccache is used, and from PATH."""
+    path = script(tmp_path / "bin" / cache, 'exec "$@"')
+    search = f"{path.parent}:{os.environ['PATH']}"
+    tools = find_tools(with_env(context, CC=f"{cache} gcc", PATH=search))
     assert tools.cc.path == real("gcc")
+    assert (tools.launcher == str(path)) is (cache == "ccache")
+    assert "sccache" not in (tools.launcher or "")
 
 
 @pytest.mark.parametrize("how", ["PATH", "CC"])

@@ -56,8 +56,8 @@ OURS: Mapping[str, str] = {
     "CMAKE_C_COMPILER": "set CC in the environment",
     "CMAKE_CXX_COMPILER": "set CXX in the environment",
     "CMAKE_ASM_COMPILER": "set CC in the environment",
-    "CMAKE_C_COMPILER_LAUNCHER": "ccache or sccache on PATH is used without being asked",
-    "CMAKE_CXX_COMPILER_LAUNCHER": "ccache or sccache on PATH is used without being asked",
+    "CMAKE_C_COMPILER_LAUNCHER": "ccache on PATH is used without being asked",
+    "CMAKE_CXX_COMPILER_LAUNCHER": "ccache on PATH is used without being asked",
     "CMAKE_MAKE_PROGRAM": "the Ninja beside Python, or on PATH, is used",
     "CMAKE_GENERATOR": "the generator is always Ninja",
     "CMAKE_TOOLCHAIN_FILE": "a toolchain file is not part of the pinned inputs; "
