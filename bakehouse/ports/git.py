@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from bakehouse.errors import BakehouseError, HostError, UsageError
+from bakehouse.errors import HostError, UsageError
 from bakehouse.ports.process import Processes, environment
 from bakehouse.redact import Redactor, clean
 
@@ -45,20 +45,30 @@ _CONFIG: Mapping[str, str] = {
 }
 
 
-class GitFailed(Exception):
-    """A git command that ended with an error; `said` is what it wrote, cleaned."""
+class GitFailed(HostError):
+    """A git command that ended with an error; `said` is what it wrote, cleaned.
+
+    Rooms that know better what it means raise that instead; where none does, it is an error of
+    this machine: a full disk, a damaged repository.
+    """
+
+    default_id = "git"
 
     def __init__(self, command: str, code: int, said: str) -> None:
-        super().__init__(f"git {command} ended with {code}: {said}")
         self.command = command
         self.code = code
         self.said = said
+        super().__init__(
+            f"git {command} failed: {self.first()}",
+            where=f"git {command}, exit code {code}",
+            hint="check the disk and its free space, and run it again",
+        )
 
     def first(self) -> str:
         """The first line that names an error, or the first line at all."""
         lines = [line.strip() for line in self.said.splitlines() if line.strip()]
         marked = [x for x in lines if x.startswith(("fatal:", "error:", "remote: error"))]
-        return (marked or lines or [f"git {self.command} ended with {self.code}"])[0]
+        return (marked or lines or ["it said nothing"])[0]
 
 
 def check_url(url: str) -> str:
@@ -126,6 +136,7 @@ class Git:
         config = dict(_CONFIG)
         if scheme == "http":
             config["http.followRedirects"] = "false"  # loopback may not lead out in plain text
+            config["http.proxy"] = ""
         # A host that is reached from a corporate network may need its own authorities.
         passed = ("GIT_SSL_CAINFO", "GIT_SSL_CAPATH", "SSH_AUTH_SOCK")
         env = {name: self._base[name] for name in passed if name in self._base}
@@ -219,7 +230,7 @@ class Git:
         self._known_good = True
 
 
-def _failed(command: str, code: int, said: str) -> GitFailed | BakehouseError:
+def _failed(command: str, code: int, said: str) -> HostError:
     """Make the error; dubious ownership is the same mistake whatever the command was."""
     said = clean(Redactor().text(said))
     if found := re.search(r"detected dubious ownership in repository at '([^']*)'", said):

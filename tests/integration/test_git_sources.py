@@ -339,6 +339,7 @@ def test_configuration_and_environment_of_the_user_do_not_matter(
         "GIT_INDEX_FILE": "/nowhere", "GIT_TRACE": str(mark), "GIT_ALLOW_PROTOCOL": "none",
         "GIT_CONFIG_PARAMETERS": "'core.autocrlf=true'", "GIT_PROXY_COMMAND": f"touch {mark}",
         "GIT_SSH_COMMAND": f"touch {mark}", "GIT_EXEC_PATH": "/nowhere",
+        "http_proxy": "http://127.0.0.1:9",
     }  # fmt: skip
     hostile = replace(ctx, environment={**ctx.environment, **foreign})
     commit = repo.commit({".gitattributes": "* filter=lfs\n", "f": "x\n"})
