@@ -26,7 +26,7 @@ def _task(**flags: str) -> Callable[[Callable[..., None]], Any]:
         "json": "print one JSON document on standard output",
         "debug": "log what happens; print tracebacks",
     }
-    repeated = [name for name in ("set_",) if name in flags]
+    repeated = [name for name, text in flags.items() if "may be repeated" in text]
     options: dict[str, Any] = {"auto_shortflags": False, "positional": (), "iterable": repeated}
     made: Callable[[Callable[..., None]], Any] = task(help={**flags, **common}, **options)
     return made
@@ -141,6 +141,7 @@ def build(
     dry_run="print what would be run, and run nothing",
     accept_memory_risk="why to start it although it does not fit; kept in the record",
     foreground="stay, and stop the server when interrupted",
+    instance="a name for a second server of this recipe, beside the first",
 )
 def serve(
     _: Context,
@@ -152,6 +153,7 @@ def serve(
     dry_run: bool = False,
     foreground: bool = False,
     accept_memory_risk: str | None = None,
+    instance: str | None = None,
     json: bool = False,
     debug: bool = False,
 ) -> None:
@@ -159,7 +161,7 @@ def serve(
     _main(
         "serve", json, debug,
         recipe=recipe, set_=set_, locked=locked, port=port, host=host, dry_run=dry_run,
-        foreground=foreground, accept_memory_risk=accept_memory_risk,
+        foreground=foreground, accept_memory_risk=accept_memory_risk, instance=instance,
     )  # fmt: skip
 
 
@@ -285,6 +287,12 @@ def reshard(
 ) -> None:
     """Rewrite a checkpoint into small shards, and verify them."""
     _main("reshard", json, debug, checkpoint=checkpoint, out=out, max_shard=max_shard)
+
+
+@_task(recipe=f"{RECIPE} (may be repeated)")
+def nightly(_: Context, recipe: Flags = None, json: bool = False, debug: bool = False) -> None:
+    """Check, build, serve, prove and stop each recipe; sum it up."""
+    _main("nightly", json, debug, recipe=recipe)
 
 
 @_task()

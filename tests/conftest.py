@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from bakehouse.context import Context
 from bakehouse.places import Places
+from bakehouse.recipe.load import find, load
+from bakehouse.resolve import ensure_lock
+from bakehouse.sources.weights import ensure
 
 ROOT = Path(__file__).resolve().parents[1]
+INVOKE = Path(sys.executable).with_name("invoke")
 
 
 @pytest.fixture
@@ -24,20 +31,40 @@ def context(places: Places) -> Context:
     return Context(places=places, recipes=ROOT / "recipes", environment=environment)
 
 
-def _engine_path(variable: str) -> Path:
-    given = os.environ.get(variable)
-    if not given:
-        pytest.skip(f"{variable} is not set")
-    return Path(given)
+@pytest.fixture(scope="session")
+def test_cache() -> Path:
+    """A BAKEHOUSE_HOME that outlives a test run: downloads, toolkits, one build of the engine."""
+    kept = os.environ.get("BAKEHOUSE_TEST_CACHE")
+    return Path(kept) if kept else Path.home() / ".cache" / "bakehouse-tests"
 
 
 @pytest.fixture(scope="session")
-def llama_server() -> Path:
+def engine(test_cache: Path) -> Path:
+    """Build what `smollm2-cpu` asks for, as a user would; give the server's path."""
+    environment = {**os.environ, "BAKEHOUSE_HOME": str(test_cache)}
+    done = subprocess.run(
+        [str(INVOKE), "build", "--recipe", "smollm2-cpu", "--locked", "--json"],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=False,
+    )  # fmt: skip
+    document = json.loads(done.stdout)
+    assert done.returncode == 0, document["error"]
+    return Path(document["result"]["server"])
+
+
+@pytest.fixture(scope="session")
+def llama_server(request: pytest.FixtureRequest) -> Path:
     """The real llama-server binary, built once for all tests."""
-    return _engine_path("BAKEHOUSE_TEST_LLAMA_SERVER")
+    given = os.environ.get("BAKEHOUSE_TEST_LLAMA_SERVER")
+    return Path(given) if given else Path(request.getfixturevalue("engine"))
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Path:
+def smollm2(test_cache: Path) -> Path:
     """The real SmolLM2-135M-Instruct Q4_1 GGUF file (98,362,432 bytes)."""
-    return _engine_path("BAKEHOUSE_TEST_MODEL")
+    if given := os.environ.get("BAKEHOUSE_TEST_MODEL"):
+        return Path(given)
+    context = Context(
+        places=Places(test_cache / "cache", test_cache / "state"), recipes=ROOT / "recipes"
+    )
+    loaded = load(find("smollm2-cpu", context.recipes))
+    return Path(ensure(context, loaded, ensure_lock(context, loaded, locked=True))["model"].first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,12 @@ class Options:
     dry_run: bool = False
     accept_memory_risk: str = ""
     """Why it is started although the budget says that it does not fit."""
+    instance: str = ""
+    """A second server of one recipe, beside the one that people use, has a name of its own."""
+
+    def server_name(self, recipe: str) -> str:
+        """Name of the server's folder; no recipe's name holds an `@`."""
+        return f"{recipe}@{self.instance}" if self.instance else recipe
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class Wanted:
     plan: ServePlan
     asked: Features
     key: str | None
+    folder: Path
+    """Of the server: its state and its log."""
 
     @property
     def recipe(self) -> Recipe:
@@ -76,18 +85,23 @@ def run(ctx: Context, options: Options) -> Outcome:
             hint="recipes with engine: llama.cpp can be served",
         )  # fmt: skip
     key = api_key(ctx, loaded)
-    port = parse_port(options.port)
+    parse_port(options.port)
+    if options.instance and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,31}", options.instance):
+        raise UsageError(
+            f"'{options.instance}' cannot be an instance's name",
+            hint="lower-case letters, digits, '.', '_' and '-', at most 32 of them",
+        )
     if options.dry_run:
         lock = ensure_lock(ctx, loaded, locked=options.locked)
-        return _dry(_wanted(ctx, loaded, lock, options.host, port, key))
+        return _dry(_wanted(ctx, loaded, lock, options, key))
     hidden = [recipe.serve.api_key.env] if recipe.serve.api_key and recipe.serve.api_key.env else []
     with Run.start(ctx, "serve", recipe.name, secrets=[*recipe.secrets, *hidden]) as record:
         if key:
             record.hide(key)
         lock = ensure_lock(ctx, loaded, locked=options.locked)
         record.pin(lock=digest(lock))
-        wanted = _wanted(ctx, loaded, lock, options.host, port, key)
-        _early(ctx, wanted)
+        wanted = _wanted(ctx, loaded, lock, options, key)
+        _early(wanted)
         weights = ensure_weights(ctx, loaded, lock)
         files = {role: paths.files for role, paths in weights.items()}
         _admit(ctx, wanted, files, record, options.accept_memory_risk)
@@ -95,7 +109,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         ensure_build(ctx, lock, wanted.build, record)
         ready = bring_up(
             ctx,
-            _order(ctx, wanted, options.foreground),
+            _order(wanted, options.foreground),
             lambda endpoint: prove(ctx, endpoint, recipe.probe),
             record,
         )
@@ -105,18 +119,18 @@ def run(ctx: Context, options: Options) -> Outcome:
     return _outcome(ctx, wanted, ready, record.record)
 
 
-def _wanted(
-    ctx: Context, loaded: Loaded, lock: Lock, host: str, port: int | None, key: str | None
-) -> Wanted:
+def _wanted(ctx: Context, loaded: Loaded, lock: Lock, options: Options, key: str | None) -> Wanted:
     """Plan build and server: what is wrong with either is said before anything is fetched."""
     here = survey(ctx, loaded.recipe, lock)
-    plan, asked = make_plan(loaded, lock, here, ctx.places, host=host or None, port=port)
-    return Wanted(loaded, lock, plan.build, plan.serve, asked, key)
+    port = parse_port(options.port)
+    plan, asked = make_plan(loaded, lock, here, ctx.places, host=options.host or None, port=port)
+    folder = ctx.places.servers / options.server_name(loaded.recipe.name)
+    return Wanted(loaded, lock, plan.build, plan.serve, asked, key, folder)
 
 
-def _early(ctx: Context, wanted: Wanted) -> None:
+def _early(wanted: Wanted) -> None:
     """Refuse a taken port before a build that may take long, not after it."""
-    if not look(ctx.places.servers / wanted.plan.name).alive:
+    if not look(wanted.folder).alive:
         refuse_taken(wanted.plan.host, wanted.plan.port)
 
 
@@ -127,7 +141,7 @@ def _admit(
 
     A server that runs already has its memory, which would be counted twice.
     """
-    if look(ctx.places.servers / wanted.plan.name).alive:
+    if look(wanted.folder).alive:
         return
     admission = admit(ctx, wanted.recipe, wanted.lock, files, wanted.plan.argv,
                       risk_accepted=bool(risk))  # fmt: skip
@@ -137,10 +151,10 @@ def _admit(
         record.fact("memory_risk_accepted", risk)
 
 
-def _order(ctx: Context, wanted: Wanted, foreground: bool) -> Order:
+def _order(wanted: Wanted, foreground: bool) -> Order:
     serve = wanted.recipe.serve
     settings = Settings(
-        folder=ctx.places.servers / wanted.plan.name,
+        folder=wanted.folder,
         cwd=wanted.loaded.folder.absolute(),
         plan=identity_digest(wanted.plan, wanted.build.digest, digest(wanted.lock)),
         engine=wanted.recipe.engine,
@@ -194,7 +208,7 @@ def _dry(wanted: Wanted) -> Outcome:
 
 def _outcome(ctx: Context, wanted: Wanted, ready: Ready, record: Path) -> Outcome:
     server, evidence = ready.server, ready.evidence
-    stop = f"invoke stop --recipe {wanted.recipe.name}"
+    stop = f"invoke stop --recipe {wanted.folder.name}"
     how = "proven again" if ready.again else f"loaded in {ready.loading:.1f} s, proven"
     text = [
         *answer_lines(evidence.answers),

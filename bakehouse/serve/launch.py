@@ -132,7 +132,7 @@ def launch(plan: ServePlan, settings: Settings, base: Mapping[str, str]) -> Link
     prepare(folder, settings.key)
     nonce = secrets.token_hex(NONCE_BYTES)
     first = State(
-        name=plan.name, nonce=nonce, phase="starting", boot=boot_id(), argv=plan.command(nonce),
+        name=folder.name, nonce=nonce, phase="starting", boot=boot_id(), argv=plan.command(nonce),
         host=plan.host, port=plan.port, plan=settings.plan, started=states.now(),
         stop_timeout=settings.stop_timeout,
     )  # fmt: skip
