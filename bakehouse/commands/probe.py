@@ -14,8 +14,8 @@ from bakehouse.ports.http import Unreachable
 from bakehouse.probe.ask import list_models
 from bakehouse.probe.prove import answer_lines, explain, prove
 from bakehouse.probe.types import Endpoint, Proof
+from bakehouse.recipe.gate import Probe
 from bakehouse.recipe.load import find, load
-from bakehouse.recipe.model import Probe
 from bakehouse.records.store import Run
 from bakehouse.serve.control import look
 from bakehouse.serve.launch import kept_key
@@ -70,6 +70,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         "verdict": proof.verdict.value if proof else Verdict.UNKNOWN.value,
         "summary": proof.summary if proof else None,
         "answers": [a.to_data() for a in answers],
+        "suites": [s.record().to_data() for s in proof.suites] if proof else [],
         "record": str(run.folder),
     }
     lines = answer_lines(answers)
@@ -97,9 +98,10 @@ def _judge(ctx: Context, target: Target, run: Run) -> Proof:
         else:
             endpoint = _identify(ctx, target.endpoint, run)
     run.fact("model", endpoint.model)
-    with run.step("facts"):
+    with run.step("probe"):
         proof = prove(ctx, endpoint, target.probe)
     run.answers(proof.answers)
+    run.suites(suite.record() for suite in proof.suites)
     run.checks(proof.checks)
     return proof
 

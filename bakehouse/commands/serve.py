@@ -226,6 +226,7 @@ def _outcome(ctx: Context, wanted: Wanted, ready: Ready, record: Path) -> Outcom
         "proving_seconds": round(ready.proving, 3), "record": str(record),
         "log": str(server.log), "stop": stop, "summary": evidence.summary,
         "answers": [a.to_data() for a in evidence.answers],
+        "suites": [s.record().to_data() for s in evidence.suites],
     }  # fmt: skip
     lines = _stay(ctx, ready.link) if ready.link else ()
     return Outcome(result, "\n".join(text), tuple(evidence.checks), lines=lines)

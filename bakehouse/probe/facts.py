@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bakehouse.recipe.model import BUILT_IN, Facts, Question
+from bakehouse.recipe.gate import BUILT_IN, Facts, Question
 
 DATA = Path(__file__).with_name("facts.yaml")
 

@@ -15,7 +15,7 @@ from typing import Literal
 from bakehouse.checks import Check, Verdict, check
 from bakehouse.probe.reply import Said, split_thoughts
 from bakehouse.probe.text import holds, lists, loops, normal, without_echo
-from bakehouse.recipe.model import Question
+from bakehouse.recipe.gate import Question
 from bakehouse.records.model import Answer
 
 AnswerVerdict = Literal["right", "wrong", "never started", "unanswered"]

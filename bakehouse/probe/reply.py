@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from bakehouse.ports.http import Reply
@@ -34,28 +34,52 @@ BUSY = frozenset({408, 425, 429, 502, 503, 504})
 """Statuses after which the same request may succeed a little later."""
 
 
-def read_reply(reply: Reply, mode: Literal["chat", "completion"]) -> Said:
-    """Read a reply to `/v1/chat/completions` or `/v1/completions`."""
+@dataclass(frozen=True)
+class Told:
+    """A server's JSON document, or why there is none that can be read.
+
+    `problem` is None where `data` is the document of a request that succeeded; `lost` and `broken`
+    are those of `Said`.
+    """
+
+    data: Any = None
+    seconds: float = 0.0
+    http_status: int | None = None
+    problem: str | None = None
+    lost: bool = False
+    broken: bool = False
+
+
+def read_json(reply: Reply) -> Told:
+    """Read any reply that should be JSON. An error inside HTTP 200 is a problem as well."""
+    data = None
     try:
         data = _parse(reply)
         if reply.status != 200:
             raise _Bad(message_of(data) or "no message")
-        content, reasoning, finish = _read(data, mode)
+        if isinstance(data, dict) and data.get("error"):
+            raise _Bad(f"HTTP 200 with an error inside: {message_of(data)}")
     except _Bad as bad:
         status = "" if reply.status == 200 else f"HTTP {reply.status}: "
-        return Said(
-            seconds=reply.seconds,
-            http_status=reply.status,
-            problem=f"{status}{bad}",
-            lost=reply.status in BUSY,
-        )
-    return Said(
-        content=content,
-        reasoning=reasoning,
-        finish_reason=finish,
-        tokens=_tokens(data),
-        seconds=reply.seconds,
-        http_status=reply.status,
+        lost = reply.status in BUSY
+        return Told(data, reply.seconds, reply.status, f"{status}{bad}", lost)
+    return Told(data, reply.seconds, reply.status)
+
+
+def said_of(told: Told, mode: Literal["chat", "completion"]) -> Said:
+    """Read what a server said out of a document of the completions APIs."""
+    said = Said(
+        seconds=told.seconds, http_status=told.http_status, problem=told.problem, lost=told.lost,
+        broken=told.broken,
+    )  # fmt: skip
+    if told.problem is not None:
+        return said
+    try:
+        content, reasoning, finish = _read(told.data, mode)
+    except _Bad as bad:
+        return replace(said, problem=str(bad))
+    return replace(
+        said, content=content, reasoning=reasoning, finish_reason=finish, tokens=_tokens(told.data)
     )
 
 
@@ -67,8 +91,6 @@ def _read(data: Any, mode: Literal["chat", "completion"]) -> tuple[str, str, str
     """Content, reasoning and finish reason of an answer's document."""
     if not isinstance(data, dict):
         raise _Bad(f"the answer is JSON, but not an object: {_short(json.dumps(data))}")
-    if data.get("error"):
-        raise _Bad(f"HTTP 200 with an error inside: {message_of(data)}")
     choices = data.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict):

@@ -12,7 +12,6 @@ from pydantic import Field, model_validator
 
 from bakehouse.base import Frozen
 from bakehouse.recipe.fields import (
-    Answer,
     Definition,
     Hub,
     InnerPath,
@@ -22,13 +21,13 @@ from bakehouse.recipe.fields import (
     Url,
     Variable,
 )
+from bakehouse.recipe.gate import Probe
 from bakehouse.recipe.scalars import (
     Anything,
     Duration,
     Filled,
     Flag,
     Misplaced,
-    Number,
     Size,
     Text,
     Version,
@@ -301,60 +300,6 @@ class Memory(Frozen):
     measured: tuple[Measured, ...] = ()
     reserve: Size | None = None
     """What must stay free, in place of the default."""
-
-
-class Question(Frozen):
-    """A question with an unambiguous answer."""
-
-    ask: Filled
-    answers: Annotated[tuple[Answer, ...], Field(min_length=1)]
-    """Any of these, as whole words, in any case, anywhere in the reply."""
-    mode: Literal["chat", "completion"] = "chat"
-
-
-BUILT_IN = 8
-"""Built-in questions in each language."""
-
-
-class Facts(Frozen):
-    """The suite of questions whose answers are known."""
-
-    questions: Annotated[tuple[Question, ...], Field(min_length=1)] | None = None
-    """In place of the built-in ones."""
-    language: Literal["en", "de", "es", "fr", "zh"] = "en"
-    """Of the built-in ones."""
-    mode: Literal["chat", "completion"] = "chat"
-    """How the built-in ones are put."""
-    must_pass: Annotated[Whole, Field(ge=1)] | None = None
-    """How many must be right; by default all of one's own, all but one of the built-in ones."""
-
-    @model_validator(mode="after")
-    def _reachable(self) -> Self:
-        asked = len(self.questions or ()) or BUILT_IN
-        if self.must_pass and self.must_pass > asked:
-            kind = "questions" if self.questions else "built-in questions"
-            raise Misplaced(
-                f"must_pass is {self.must_pass}, but there are {asked} {kind}",
-                "must_pass",
-                about=("must_pass", "questions"),
-            )
-        return self
-
-
-class Request(Frozen):
-    """What each question is sent with."""
-
-    max_tokens: Annotated[Whole, Field(ge=1)] = 64
-    temperature: Annotated[Number, Field(ge=0)] = 0.0
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
-
-
-class Probe(Frozen):
-    """What the server has to prove before it counts as ready."""
-
-    suites: Annotated[tuple[Literal["facts"], ...], Field(min_length=1)] = ("facts",)
-    request: Request = Request()
-    facts: Facts = Facts()
 
 
 class Recipe(Frozen):

@@ -44,6 +44,36 @@ class Answer(Frozen):
     http_status: int | None = None
 
 
+class Cost(Frozen):
+    """What a suite took. Seconds of wall time."""
+
+    requests: int = 0
+    tokens: int = 0
+    """Decoded, as the server counts them."""
+    prompt_tokens: int = 0
+    """Read by the model and not taken from its cache, as the server counts them."""
+    seconds: float = 0.0
+
+
+SuiteVerdict = Literal[
+    "true", "true (provisional)", "wrong", "never started", "unable", "unstable"
+]  # fmt: skip
+"""What a suite came to. *never started*: the budget ended before an answer; *unable*: the server
+lacks what the suite needs; *unstable*: no answers of use, or not the same ones twice."""
+
+
+class SuiteRecord(Frozen):
+    """One suite as it went."""
+
+    suite: str
+    verdict: SuiteVerdict
+    summary: str
+    """One sentence for a person."""
+    figures: dict[str, Any] = {}
+    """What was measured; units stand in the names."""
+    cost: Cost = Cost()
+
+
 class Failure(Frozen):
     """Why a run did not do what was asked."""
 
@@ -75,6 +105,7 @@ class Record(Frozen):
     steps: tuple[StepRecord, ...] = ()
     checks: tuple[Check, ...] = ()
     answers: tuple[Answer, ...] = ()
+    suites: tuple[SuiteRecord, ...] = ()
     facts: dict[str, Any] = {}
     """What else was seen: URL, process id, memory, the engine's own properties."""
     error: Failure | None = None

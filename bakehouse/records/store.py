@@ -26,7 +26,7 @@ from bakehouse.places import Places
 from bakehouse.ports.clock import Clock
 from bakehouse.progress import Progress
 from bakehouse.records.index import Entry, Index
-from bakehouse.records.model import Answer, Failure, Record, StepRecord
+from bakehouse.records.model import Answer, Failure, Record, StepRecord, SuiteRecord
 from bakehouse.records.note import add_record
 from bakehouse.redact import Redactor, secret_values
 
@@ -86,6 +86,7 @@ class Run:
         self._steps: list[StepRecord] = []
         self._checks: list[Check] = []
         self._answers: list[Answer] = []
+        self._suites: list[SuiteRecord] = []
         self._finished: tuple[str, int] | None = None
         self.id, self.folder = _make_folder(ctx.places.runs, task, recipe, now)
 
@@ -159,6 +160,10 @@ class Run:
     def answers(self, answers: Iterable[Answer]) -> None:
         """Record what a server answered."""
         self._answers += answers
+
+    def suites(self, suites: Iterable[SuiteRecord]) -> None:
+        """Add what suites came to."""
+        self._suites += suites
 
     def fact(self, name: str, value: Any) -> None:
         """Record something seen: plain data, or a type that can become plain data."""
@@ -250,6 +255,7 @@ class Run:
             steps=tuple(self._steps),
             checks=tuple(self._checks),
             answers=tuple(self._answers),
+            suites=tuple(self._suites),
             facts=plain(self._facts),
             error=error,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from bakehouse.context import Context
 from bakehouse.engines.llamacpp.server import Features
 from bakehouse.errors import BakehouseError, HostError, Interrupted, NotCorrect, NotHealthy
 from bakehouse.plan.types import ServePlan
-from bakehouse.records.model import Answer
+from bakehouse.records.model import Answer, SuiteRecord
 from bakehouse.serve.control import Seen, look, stop
 from bakehouse.serve.launch import Link, Settings, kept_key, launch
 from bakehouse.serve.processes import Process
@@ -35,6 +35,9 @@ class Notes(Protocol):
 
     def answers(self, answers: tuple[Answer, ...]) -> None:
         """Record answers."""
+
+    def suites(self, suites: Iterable[SuiteRecord]) -> None:
+        """Record what suites came to."""
 
     def fact(self, name: str, value: object) -> None:
         """Record something seen."""
@@ -197,6 +200,7 @@ def _fresh(ctx: Context, order: Order, questions: Prove, notes: Notes) -> Ready:
 def _note(notes: Notes, server: Running | None, evidence: Evidence) -> None:
     notes.checks(tuple(evidence.checks))
     notes.answers(evidence.answers)
+    notes.suites(suite.record() for suite in evidence.suites)
     if server:
         notes.fact("url", server.url)
         notes.fact("pid", server.process.pid)

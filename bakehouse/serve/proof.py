@@ -16,7 +16,7 @@ from bakehouse.engines.llamacpp import evidence
 from bakehouse.engines.llamacpp.server import NONCE_ALIAS, Features
 from bakehouse.errors import BakehouseError, NotCorrect, NotHealthy
 from bakehouse.probe.prove import explain
-from bakehouse.probe.types import Endpoint, Proof
+from bakehouse.probe.types import Endpoint, Proof, SuiteProof
 from bakehouse.records.model import Answer as Asked
 from bakehouse.serve.causes import Cause, first_cause, read_log, signature_check
 from bakehouse.serve.listeners import listeners, overlapping, sockets
@@ -64,6 +64,7 @@ class Evidence:
 
     checks: list[Check] = field(default_factory=list)
     answers: tuple[Asked, ...] = ()
+    suites: tuple[SuiteProof, ...] = ()
     summary: str = ""
 
 
@@ -81,7 +82,7 @@ def prove(ctx: Context, server: Running, asked: Features, questions: Prove, seen
         context=asked.context,
     )  # fmt: skip
     proof = questions(endpoint)
-    seen.answers, seen.summary = proof.answers, proof.summary
+    seen.answers, seen.suites, seen.summary = proof.answers, proof.suites, proof.summary
     after = identity(ctx, server, suffix="-after")
     log = _signatures(server).model_copy(update={"id": "log-after"})
     seen.checks += proof.checks

@@ -15,7 +15,7 @@ from bakehouse.context import Context
 from bakehouse.ports.http import Unreachable
 from bakehouse.probe.prove import prove
 from bakehouse.probe.types import Endpoint
-from bakehouse.recipe.model import Facts, Probe, Question
+from bakehouse.recipe.gate import Facts, Probe, Question
 
 pytestmark = [pytest.mark.integration, pytest.mark.engine, pytest.mark.timeout(600)]
 

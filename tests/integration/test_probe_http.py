@@ -14,10 +14,11 @@ from bakehouse.checks import Verdict
 from bakehouse.cli import main
 from bakehouse.context import Context
 from bakehouse.errors import NotCorrect, NotHealthy
-from bakehouse.probe.ask import Patience, list_models
+from bakehouse.probe.ask import list_models
 from bakehouse.probe.prove import explain, prove
+from bakehouse.probe.talk import Patience
 from bakehouse.probe.types import Endpoint, Proof
-from bakehouse.recipe.model import Probe, Request
+from bakehouse.recipe.gate import Probe, Request
 from tests.support import openai_fake as fake
 from tests.support.openai_fake import Fault, chat, right
 

@@ -14,7 +14,7 @@ from bakehouse.context import Context
 from bakehouse.engines.llamacpp import evidence
 from bakehouse.errors import NotHealthy
 from bakehouse.probe.prove import prove
-from bakehouse.recipe.model import Probe
+from bakehouse.recipe.gate import Probe
 from bakehouse.serve.bring import Order, bring_up
 from bakehouse.serve.control import folders, look, stop
 from bakehouse.serve.proof import Prove

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from bakehouse.engines.llamacpp.server import Features
 from bakehouse.lock import Lock
 from bakehouse.plan.serve import plan_serve
 from bakehouse.plan.types import ServePlan
-from bakehouse.probe.types import Endpoint, Proof
+from bakehouse.probe.types import Endpoint, Proof, SuiteProof
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
-from bakehouse.records.model import Answer
+from bakehouse.records.model import Answer, SuiteRecord, SuiteVerdict
 from bakehouse.serve.bring import Order, identity_digest
 from bakehouse.serve.launch import Settings
 from bakehouse.serve.processes import marked
@@ -38,6 +38,7 @@ class Notes:
     folder: Path
     seen: list[Check] = field(default_factory=list)
     said: list[Answer] = field(default_factory=list)
+    suite_records: list[SuiteRecord] = field(default_factory=list)
     facts: dict[str, object] = field(default_factory=dict)
 
     def checks(self, checks: tuple[Check, ...]) -> None:
@@ -45,6 +46,9 @@ class Notes:
 
     def answers(self, answers: tuple[Answer, ...]) -> None:
         self.said += answers
+
+    def suites(self, suites: Iterable[SuiteRecord]) -> None:
+        self.suite_records += suites
 
     def fact(self, name: str, value: object) -> None:
         self.facts[name] = value
@@ -106,7 +110,12 @@ def order(
 
 def proof(*checks: Check, verdict: Verdict = Verdict.PASSED) -> Proof:
     made = checks or (check("facts", "1 of 1", "1 of 1", "POST /v1/x", ok=True),)
-    return Proof(checks=made, answers=(), verdict=verdict, summary="1 of 1 right")
+    words: dict[Verdict, SuiteVerdict] = {
+        Verdict.PASSED: "true", Verdict.FAILED: "wrong", Verdict.UNKNOWN: "unstable",
+    }  # fmt: skip
+    word = words[verdict]
+    suite = SuiteProof("facts", word, "1 of 1 right", made)
+    return Proof(made, (), verdict, "1 of 1 right", (suite,), word)
 
 
 def agree(_: Endpoint) -> Proof:

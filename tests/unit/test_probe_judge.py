@@ -11,7 +11,7 @@ from bakehouse.probe.facts import built_in, languages, must_pass, questions
 from bakehouse.probe.judge import gate, judge, overall
 from bakehouse.probe.reply import Said
 from bakehouse.probe.text import holds, normal
-from bakehouse.recipe.model import BUILT_IN, Facts, Question
+from bakehouse.recipe.gate import BUILT_IN, Facts, Question
 from bakehouse.records.model import Answer
 
 CAPITAL = Question(ask="What is the capital of France?", answers=("Paris",))

@@ -1,0 +1,145 @@
+"""What a server has to prove before it counts as ready: suites, and what each of them is told.
+
+The part `probe` of a recipe. Suites themselves are in the room `probe`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self, get_args
+
+from pydantic import Field, model_validator
+
+from bakehouse.base import Frozen
+from bakehouse.recipe.fields import Answer
+from bakehouse.recipe.scalars import Filled, Flag, Misplaced, Number, Whole
+
+SuiteName = Literal["facts"]
+SUITES: tuple[SuiteName, ...] = get_args(SuiteName)
+
+
+class Question(Frozen):
+    """A question with an unambiguous answer."""
+
+    ask: Filled
+    answers: Annotated[tuple[Answer, ...], Field(min_length=1)]
+    """Any of these, as whole words, in any case, anywhere in the reply."""
+    mode: Literal["chat", "completion"] = "chat"
+
+
+BUILT_IN = 8
+"""Built-in questions in each language."""
+
+
+class Facts(Frozen):
+    """The suite of questions whose answers are known."""
+
+    questions: Annotated[tuple[Question, ...], Field(min_length=1)] | None = None
+    """In place of the built-in ones."""
+    language: Literal["en", "de", "es", "fr", "zh"] = "en"
+    """Of the built-in ones."""
+    mode: Literal["chat", "completion"] = "chat"
+    """How the built-in ones are put."""
+    must_pass: Annotated[Whole, Field(ge=1)] | None = None
+    """How many must be right; by default all of one's own, all but one of the built-in ones."""
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        asked = len(self.questions or ()) or BUILT_IN
+        if self.must_pass and self.must_pass > asked:
+            kind = "questions" if self.questions else "built-in questions"
+            raise Misplaced(
+                f"must_pass is {self.must_pass}, but there are {asked} {kind}",
+                "must_pass",
+                about=("must_pass", "questions"),
+            )
+        return self
+
+
+class Request(Frozen):
+    """What each question is sent with."""
+
+    max_tokens: Annotated[Whole, Field(ge=1)] = 64
+    temperature: Annotated[Number, Field(ge=0)] = 0.0
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+
+
+class Fluency(Frozen):
+    """The suite that lets the model write at length and looks for degenerate output."""
+
+    max_tokens: Annotated[Whole, Field(ge=16)] = 96
+    """For each text that it writes."""
+    texts: Annotated[Whole, Field(ge=1, le=4)] = 1
+    """How many texts it writes."""
+
+
+class Likelihood(Frozen):
+    """The suite that measures how likely the model finds fixed texts. Nats per token."""
+
+    ceiling: Annotated[Number, Field(gt=0)] = 4.5
+    """The mean may never be above it, whatever the golden value."""
+    tolerance: Annotated[Number, Field(gt=0)] | None = None
+    """How far the mean may be from the golden value, either way."""
+    spread: Annotated[Number, Field(gt=0)] | None = None
+    """How far single tokens may be from theirs, as the mean of the absolute differences."""
+
+
+class Reference(Frozen):
+    """The suite that holds greedy tokens and their probabilities against a reference run."""
+
+    agreement: Annotated[Number, Field(gt=0, le=1)] = 0.9
+    """Share of positions at which the most likely token must be the same."""
+    divergence: Annotated[Number, Field(gt=0)] = 0.02
+    """Mean Kullback-Leibler divergence from the reference that is borne, in nats."""
+
+
+class LongContext(Frozen):
+    """The suite that hides a fact in a long prompt and asks for it."""
+
+    tokens: Annotated[Whole, Field(ge=256)] | None = None
+    """Length of the prompt; by default 1024, or what the served context has room for."""
+    whole: Flag = False
+    """Fill the served context, however long that takes."""
+
+
+class Determinism(Frozen):
+    """The suite that asks the same thing several times."""
+
+    times: Annotated[Whole, Field(ge=2, le=20)] = 3
+    max_tokens: Annotated[Whole, Field(ge=1)] = 32
+    required: Flag = False
+    """Whether a difference fails; else it is reported."""
+
+
+class Concurrency(Frozen):
+    """The suite that asks several things at once."""
+
+    at_once: Annotated[Whole, Field(ge=2, le=64)] = 4
+    required: Flag = False
+    """Whether another answer than alone fails, even where it is right."""
+
+
+class Probe(Frozen):
+    """What the server has to prove before it counts as ready."""
+
+    suites: Annotated[tuple[SuiteName, ...], Field(min_length=1)] | None = None
+    """By default what `default_suites` gives for the engine."""
+    request: Request = Request()
+    facts: Facts = Facts()
+    fluency: Fluency = Fluency()
+    likelihood: Likelihood = Likelihood()
+    reference: Reference = Reference()
+    context: LongContext = LongContext()
+    determinism: Determinism = Determinism()
+    concurrency: Concurrency = Concurrency()
+
+
+def default_suites(engine: str | None) -> tuple[SuiteName, ...]:
+    """Give the suites that are asked where a recipe names none, or a server has no recipe.
+
+    Both engines give the probability of a known text, each in its own way; of a server that is
+    not known only answers are judged.
+    """
+    return _DEFAULT.get(engine, ("facts",))
+
+
+_DEFAULT: dict[str | None, tuple[SuiteName, ...]] = {"llama.cpp": ("facts",), "vllm": ("facts",)}
