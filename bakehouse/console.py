@@ -42,19 +42,21 @@ def width_of(stream: TextIO | None) -> int:
 
 
 def check_lines(checks: Iterable[Check], *, width: int = 100, colour: bool = False) -> list[str]:
-    """Give checks as aligned lines: verdict, id, expected, observed, where.
+    """Give checks as aligned lines. All text is cleaned.
 
-    Where the text is too long for one line it goes on below, indented. All of it is cleaned.
+    What passed takes one line: verdict, id and what was observed, cut to the width. What did not
+    is told whole, over several lines if need be: expected, observed, where.
     """
     shown = tuple(checks)
     column = min(max((len(c.id) for c in shown), default=0), 28)
     lines: list[str] = []
     for one in shown:
         head = f"{one.verdict.value:7}  {_one_line(one.id):{column}}  "
-        same = one.passed and one.expected == one.observed
-        parts = [_one_line(one.expected)]
-        parts += [] if same else [f"observed: {_one_line(one.observed)}"]
-        parts += [f"at: {_one_line(one.where)}"] if one.where else []
+        if one.passed:
+            parts = [textwrap.shorten(_one_line(one.observed), max(width - len(head), 20))]
+        else:
+            parts = [_one_line(one.expected), f"observed: {_one_line(one.observed)}"]
+            parts += [f"at: {_one_line(one.where)}"] if one.where else []
         lines += _laid_out(head, parts, width, _COLOURS[one.verdict] if colour else None)
     return lines
 

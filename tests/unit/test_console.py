@@ -31,12 +31,19 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_checks_are_aligned_and_say_the_same_once() -> None:
+def test_what_passed_takes_one_line_and_what_did_not_is_told_whole() -> None:
     assert check_lines(CHECKS) == [
-        "passed   alive             runs; at: process table",
+        "passed   alive             runs",
         "failed   offloaded-layers  33/33; observed: 0/33; at: server.log:7",
         "unknown  nonce             bk-1; observed: nothing; at: GET /v1/models",
     ]
+
+
+def test_a_long_observation_that_passed_is_cut_to_the_width() -> None:
+    long = check("x", "anything", "word " * 100, "there", ok=True)
+    (line,) = check_lines([long], width=80)
+    assert len(line) <= 80
+    assert line.endswith("[...]")
 
 
 def test_long_and_hostile_checks_stay_in_their_column() -> None:
