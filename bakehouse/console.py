@@ -53,7 +53,9 @@ def check_lines(checks: Iterable[Check], *, width: int = 100, colour: bool = Fal
     for one in shown:
         head = f"{one.verdict.value:7}  {_one_line(one.id):{column}}  "
         if one.passed:
-            parts = [textwrap.shorten(_one_line(one.observed), max(width - len(head), 20))]
+            room = max(width - len(head), 20)
+            seen = _one_line(one.observed)
+            parts = [seen if len(seen) <= room else seen[: room - 1] + "…"]
         else:
             parts = [_one_line(one.expected), f"observed: {_one_line(one.observed)}"]
             parts += [f"at: {_one_line(one.where)}"] if one.where else []
