@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,12 @@ def ask(folder: Path) -> None:
 
 
 def read(folder: Path, log: Path) -> Configured:
-    """Collect the answers; OSError or ValueError where CMake left none, or not whole."""
+    """Collect the answers; OSError or ValueError where CMake left none, or not whole.
+
+    CMake's cache is kept beside the log, so that what a check names is there after the build.
+    """
+    kept = log.with_name("CMakeCache.txt")
+    shutil.copyfile(folder / "CMakeCache.txt", kept)
     replies, generator = _replies(folder / _REPLY)
     entries = replies.get("cache", {}).get("entries", [])
     toolchains = replies.get("toolchains", {}).get("toolchains", [])
@@ -30,7 +36,7 @@ def read(folder: Path, log: Path) -> Configured:
         log=tuple(log.read_text(errors="replace").splitlines()),
         log_path=str(log),
         cache={e["name"]: CacheEntry(value=e["value"], type=e["type"]) for e in entries},
-        cache_path=str(folder / "CMakeCache.txt"),
+        cache_path=str(kept),
         generator=generator,
         compilers={
             t["language"]: Compiler(

@@ -111,7 +111,7 @@ def install(
         chosen[name] = file
     for folder in (stage, target):
         folder.chmod(FOLDER_MODE)
-    return _judge(target, chosen)
+    return _judge(target, chosen, plan.artifact)
 
 
 def toolkit_libraries(folder: Path, plan: BuildPlan) -> dict[str, Path]:
@@ -144,7 +144,7 @@ def _is_program(configured: Configured, name: str) -> bool:
     )
 
 
-def _judge(folder: Path, chosen: Iterable[str]) -> Installed:
+def _judge(folder: Path, chosen: Iterable[str], artifact: str) -> Installed:
     """Check that the files find each other wherever the folder lies."""
     system: set[str] = set()
     astray = []
@@ -162,7 +162,7 @@ def _judge(folder: Path, chosen: Iterable[str]) -> Installed:
             "artifact.run_path",
             "$ORIGIN in every file that loads another",
             "; ".join(astray) if astray else "$ORIGIN",
-            str(folder),
+            str(Path(artifact) / "bin"),
             ok=not astray,
         ),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from pathlib import Path
 
@@ -155,7 +154,8 @@ def verify(ctx: Context, plan: BuildPlan, run: Run) -> tuple[Check, ...]:
             said = ctx.processes.capture(step.argv, env=env, cwd=cwd, timeout=VERSION_S)
         taken.log.write_text(said.out + said.err)
         taken.ended(said)
-    checks = judge_version(said, plan.inputs.stamp, plan.inputs.number)
+    where = f"llama-server --version, answer in {taken.log}"
+    checks = judge_version(said, plan.inputs.stamp, plan.inputs.number, where)
     run.checks(checks)
     all_passed("the server that was built does not prove itself", checks)
     return checks
@@ -199,9 +199,8 @@ def _driver_stub(plan: BuildPlan) -> Path | None:
     return folder
 
 
-def judge_version(said: Captured, stamp: str, number: int) -> tuple[Check, ...]:
+def judge_version(said: Captured, stamp: str, number: int, where: str) -> tuple[Check, ...]:
     """Judge what `llama-server --version` said: that it runs, and that it is the pinned source."""
-    where = shlex.join(said.argv)
     ended = Finished(said.argv, said.code, 0.0, ())
     how = f"exit code {said.code}" if ended.signal is None else f"ended by {ended.signal}"
     if ended.signal == "SIGILL":

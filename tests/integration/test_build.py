@@ -78,6 +78,9 @@ def test_build_and_reuse(context: Context, small: dict[str, str]) -> None:
         ("bin/llama-server", "0755"),
     ]
     assert {c.verdict.value for c in first.checks} == {"passed"}
+    for check in first.checks:
+        where = check.where.rpartition(" in ")[2]
+        assert Path(where).exists(), "what a check names is still there after the build"
     assert "configure.used" not in {c.id for c in first.checks}, "this recipe defines nothing"
     again = build(context, plan)
     assert again.reused

@@ -90,8 +90,8 @@ def test_all_is_well() -> None:
             "configure.compiler.CXX", "/opt/c++ 12.2.0",
         ),
         ({"cache": cached(CMAKE_BUILD_TYPE="Debug")}, "configure.build_type", "Debug"),
-        ({"cache": cached(LLAMA_BUILD_UI="ON")}, "configure.forced", "LLAMA_BUILD_UI=ON"),
-        ({"cache": cached(LLAMA_BUILD_UI=None)}, "configure.forced", "LLAMA_BUILD_UI=(missing)"),
+        ({"cache": cached(LLAMA_BUILD_UI="ON")}, "configure.forced", "LLAMA_BUILD_UI=ON in place"),
+        ({"cache": cached(LLAMA_BUILD_UI=None)}, "configure.forced", "no LLAMA_BUILD_UI in"),
         ({"cache": cached(GGML_BLAS="ON")}, "configure.asked", "GGML_BLAS=ON"),
         (
             {"log": (*LOG, "-- Downloading https://example.org/ui.tar.gz")},

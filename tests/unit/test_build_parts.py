@@ -19,7 +19,7 @@ from tests.support.small_engine import FAKE_HOST, FAKE_PLACES, FAKE_TOOLS, small
 
 def version(code: int, err: str) -> list[tuple[str, Verdict, str]]:
     said = Captured(("llama-server", "--version"), code, "", err)
-    return [(c.id, c.verdict, c.observed) for c in judge_version(said, "abcdef012", 77)]
+    return [(c.id, c.verdict, c.observed) for c in judge_version(said, "abcdef012", 77, "log")]
 
 
 @pytest.mark.parametrize(

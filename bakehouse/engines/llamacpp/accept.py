@@ -78,11 +78,12 @@ def _held(id: str, wanted: dict[str, str], configured: Configured) -> Check:  # 
     for name, value in wanted.items():
         entry = configured.cache.get(name)
         if entry is None or not same(entry.value, value):
-            wrong.append(f"{name}={entry.value if entry else '(missing)'}")
+            seen = f"{name}={entry.value}" if entry else f"no {name}"
+            wrong.append(f"{seen} in place of {value or 'nothing'}")
     return check(
         id,
-        " ".join(f"{n}={v}" for n, v in wanted.items()),
-        " ".join(wrong) if wrong else "the same",
+        f"{len(wanted)} definitions as they were passed",
+        "; ".join(wrong) if wrong else "all of them",
         configured.cache_path,
         ok=not wrong,
     )
@@ -97,12 +98,12 @@ def used(configured: Configured, expected: Expected) -> Iterable[Check]:
         if name in expected.asked:
             unused.append(name)
             where = configured.line(number) if len(unused) == 1 else where
-    said = "all used"
+    said = "it does"
     if unused:
         said = "; ".join(f"{name} is not used{_nearest(name, configured)}" for name in unused)
     yield check(
         "configure.used",
-        "the project uses " + ", ".join(expected.asked),
+        f"the project reads all {len(expected.asked)} definitions of the recipe",
         said,
         where,
         ok=not unused,
