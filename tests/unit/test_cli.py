@@ -205,7 +205,7 @@ def test_a_result_for_people_and_for_scripts(
     assert said.err == "working\n"
     assert said.out.splitlines() == [
         "a library that prints",
-        "passed   stamp  b1; at: log:1",
+        "passed   stamp  b1",
         "READY \\x1b[31mred\\x1b[0m [hidden]",
     ]
 
