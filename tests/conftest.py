@@ -9,12 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from bakehouse.context import Context
 from bakehouse.places import Places
 from bakehouse.recipe.load import find, load
 from bakehouse.resolve import ensure_lock
 from bakehouse.sources.weights import ensure
+
+settings.register_profile(
+    "bakehouse", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("bakehouse")
+"""How long an example takes depends on what else the machine does, and is no property."""
 
 ROOT = Path(__file__).resolve().parents[1]
 INVOKE = Path(sys.executable).with_name("invoke")

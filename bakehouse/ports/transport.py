@@ -26,6 +26,9 @@ MAX_REDIRECTS = 8
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PRIVATE_HEADERS = frozenset({"authorization", "cookie", "proxy-authorization"})
 CHUNK = 2**16
+LATER_S = 1.0
+"""The sockets' own timeouts come so much after the deadline of the whole: one of the two always
+wins, and a busy machine does not change the words."""
 
 
 class Connections:
@@ -277,7 +280,7 @@ def _ask(
 ) -> Reply:
     started = time.monotonic()
     with exchange(
-        method, url, headers=headers, timeouts=(timeout, timeout), json=json,
+        method, url, headers=headers, timeouts=(timeout + LATER_S, timeout + LATER_S), json=json,
         connections=connections,
     ) as response:  # fmt: skip
         too_long = Unreachable(f"the answer is longer than {max_bytes:,} bytes")

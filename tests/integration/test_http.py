@@ -102,7 +102,7 @@ def test_no_usable_answer_says_why(host: FileHost, http: RealHttp, fault: Fault,
     [
         trickle(OK + b"X-Slow: " + b"y" * 1000, 0.05),
         trickle(OK + b"Content-Length: 1000\r\n\r\n" + b"y" * 1000, 0.05),
-        raw(OK, linger=3),
+        raw(OK, linger=30),
     ],
     ids=["headers byte by byte", "body byte by byte", "silence"],
 )
@@ -111,9 +111,9 @@ def test_the_timeout_bounds_the_whole_exchange(
 ) -> None:
     host.put("/", b"", fault)
     started = time.monotonic()
-    with pytest.raises(Unreachable, match=r"within 0\.4 s|timed out"):
+    with pytest.raises(Unreachable, match=r"within 0\.4 s"):
         http.ask("GET", host.at("/"), timeout=0.4)
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 10  # the fault lasts far longer
 
 
 def test_redirects_are_followed_and_credentials_stay_behind(http: RealHttp) -> None:

@@ -111,7 +111,7 @@ def test_a_server_that_a_signal_ends_names_it(
     assert id_ == "alive"
     assert word in error.what
     assert signal.Signals(number).name in error.what
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15  # at once, and not when the patience of 20 s is over
 
 
 def test_a_server_that_exits_shows_the_first_cause_in_its_log(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bakehouse.errors import RecipeError
@@ -246,7 +246,6 @@ AROUND = {"{{ v }}": "{}", "x{{ v }}y": "x{}y", "'a b'{{ v }}": "a b{}", '--o="{
           "'it'\\''s {{ v }}'": "it's {}"}  # fmt: skip
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(NO_NUL, st.sampled_from(HOLES))
 def test_any_value_arrives_whole_as_one_argument(value: str, hole: str) -> None:
     got = render(f"before {hole} after", {"v": value}, origin=AT)
@@ -254,7 +253,6 @@ def test_any_value_arrives_whole_as_one_argument(value: str, hole: str) -> None:
     assert got == ("before", wanted, "after")
 
 
-@settings(deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers(-999, 999) | NO_NUL,
@@ -270,7 +268,7 @@ def test_any_json_arrives_as_one_argument(value: Any) -> None:
 SHELL = st.text(st.sampled_from("ab '\"\\\n\t#;$|&><*~é%"), max_size=30)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(SHELL)
 def test_text_without_expressions_splits_as_shlex_does(text: str) -> None:
     unfolded: list[str] = []
@@ -301,7 +299,7 @@ def test_a_real_shell_agrees(tmp_path: Path) -> None:
     assert list(argv(text)) == out.decode().split("\0")[:-1]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.text(st.sampled_from("{}%#abcdefilnorst _.|()[]'\"~+*0123456789,=-\n"), max_size=60))
 def test_any_template_gives_arguments_or_a_clear_error(text: str) -> None:
     with suppress(RecipeError):

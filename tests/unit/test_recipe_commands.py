@@ -137,7 +137,7 @@ def test_what_show_prints_loads_to_the_same_recipe(tmp_path: Path, text: str) ->
     shown_again(tmp_path, {"A": text})
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30))
 def test_any_text_survives_showing(tmp_path: Path, text: str) -> None:
     shown_again(tmp_path, {"A": text, "B": f"{text}\n{text}\n"})

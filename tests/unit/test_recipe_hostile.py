@@ -15,7 +15,6 @@ from bakehouse.redact import clean
 from tests.support.recipe_text import GOOD, write
 
 ANYTHING = settings(
-    deadline=None,
     max_examples=150,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

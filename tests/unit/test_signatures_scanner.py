@@ -46,7 +46,7 @@ def test_a_list_of_lines_a_live_tail_and_a_block_agree() -> None:
 
 
 @given(st.lists(st.integers(0, len(LOG)), max_size=12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_data_may_be_cut_anywhere(cuts: list[int]) -> None:
     scanner = Scanner()
     places = [0, *sorted(cuts), len(LOG)]
@@ -57,7 +57,7 @@ def test_data_may_be_cut_anywhere(cuts: list[int]) -> None:
 
 
 @given(st.binary(max_size=3000))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_bytes_are_read_without_a_fault(data: bytes) -> None:
     scanner = Scanner()
     scanner.feed_bytes(data)
