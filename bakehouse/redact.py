@@ -67,6 +67,15 @@ def _escape(char: str) -> str:
     return named or (f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}")
 
 
+def without_credentials(text: str) -> str:
+    """Clean text of untrusted origin, such as a URL, and hide what is a secret by its looks.
+
+    For places that have no context; whatever is printed or kept passes the context's `Redactor`
+    as well, which knows the secrets themselves.
+    """
+    return clean(_SHAPES.sub(_hide_shape, text))
+
+
 def secret_values(environment: Mapping[str, str], names: Iterable[str] = ()) -> tuple[str, ...]:
     """Values that must not be shown: of `names`, of well-known names, of names that say so.
 

@@ -15,17 +15,21 @@ from bakehouse.context import Context
 from bakehouse.engines.llamacpp.server import Features
 from bakehouse.errors import HostError, NotHealthy, UsageError
 from bakehouse.lock import Lock
+from bakehouse.memory.machine import Machine
+from bakehouse.memory.recipe import find_machine
 from bakehouse.outcome import Outcome
 from bakehouse.plan.types import BuildPlan, ServePlan
 from bakehouse.plan.whole import make_plan, survey
 from bakehouse.preflight.admit import admit
 from bakehouse.probe.prove import answer_lines, prove
+from bakehouse.recipe.guard import MemoryGuard
 from bakehouse.recipe.load import Loaded, find, load
 from bakehouse.recipe.model import Recipe
 from bakehouse.records.store import Run
 from bakehouse.resolve import ensure_lock
 from bakehouse.serve.bring import Order, Ready, bring_up, identity_digest
 from bakehouse.serve.control import look
+from bakehouse.serve.guard import Bounds
 from bakehouse.serve.launch import Link, Settings
 from bakehouse.serve.listeners import refuse_taken
 from bakehouse.serve.ready import Limits
@@ -109,7 +113,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         ensure_build(ctx, lock, wanted.build, record)
         ready = bring_up(
             ctx,
-            _order(wanted, options.foreground),
+            _order(ctx, wanted, options.foreground),
             lambda endpoint: prove(ctx, endpoint, recipe.probe),
             record,
         )
@@ -151,7 +155,7 @@ def _admit(
         record.fact("memory_risk_accepted", risk)
 
 
-def _order(wanted: Wanted, foreground: bool) -> Order:
+def _order(ctx: Context, wanted: Wanted, foreground: bool) -> Order:
     serve = wanted.recipe.serve
     settings = Settings(
         folder=wanted.folder,
@@ -159,12 +163,20 @@ def _order(wanted: Wanted, foreground: bool) -> Order:
         plan=identity_digest(wanted.plan, wanted.build.digest, digest(wanted.lock)),
         engine=wanted.recipe.engine,
         stop_timeout=serve.stop_timeout,
-        memory_floor=serve.memory_floor,
+        guard=guard_bounds(serve.guard, find_machine(ctx.processes)),
         key=wanted.key,
     )
     size = sum(file.size for pin in wanted.lock.weights.values() for file in pin.files)
     limits = Limits(serve.ready_timeout, serve.stall_timeout)
     return Order(wanted.plan, wanted.asked, settings, limits, size, foreground)
+
+
+def guard_bounds(guard: MemoryGuard, machine: Machine) -> Bounds | None:
+    """The memory guard's bounds on a machine; None where the recipe switches it off."""
+    if not guard.enabled:
+        return None
+    usual = Bounds.usual(machine.total, unified=machine.unified)
+    return usual.changed(guard.warn, guard.stop, guard.stall, guard.swap)
 
 
 def parse_port(text: str) -> int | None:

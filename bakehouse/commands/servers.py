@@ -58,6 +58,7 @@ def as_data(seen: Seen) -> dict[str, Any]:
         "plan": state.plan,
         "argv": list(state.argv),
         "findings": list(state.findings),
+        "alarms": list(state.alarms),
         "ended": ended
         and {"at": ended.at, "why": ended.why, "code": ended.code, "says": ended.says},
     }
@@ -76,4 +77,6 @@ def line(seen: Seen) -> str:
         rest = f"{ended.get('says') or seen.trouble or 'never ran'}  {ended.get('at') or ''}"
     grave = data.get("findings") or []
     warning = f"\n    {grave[0]['severity']} in its log: {grave[0]['line'][:200]}" if grave else ""
+    if alarms := data.get("alarms"):
+        warning += f"\n    memory guard, {alarms[-1]['at']}: {alarms[-1]['reason']}"
     return clean(f"{seen.name:<20} {seen.word:<9} {rest.rstrip()}{warning}")

@@ -21,7 +21,7 @@ from bakehouse.errors import HostError
 from bakehouse.ports.clock import Clock
 from bakehouse.ports.http import HttpStatus, Unreachable
 from bakehouse.ports.transport import exchange, why
-from bakehouse.redact import Redactor, clean
+from bakehouse.redact import clean, without_credentials
 
 CONNECT_S = 20.0
 SILENCE_S = 60.0
@@ -76,7 +76,7 @@ class Download:
         self.size = size
         self.on_bytes = on_bytes
         self.clock = clock
-        self.shown = clean(Redactor().text(url))
+        self.shown = without_credentials(url)
         self._failures = 0
 
     def run(self) -> None:

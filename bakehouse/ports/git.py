@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from bakehouse.errors import HostError, UsageError
 from bakehouse.ports.process import Processes, environment
-from bakehouse.redact import Redactor, clean
+from bakehouse.redact import clean, without_credentials
 
 OLDEST = (2, 32)
 """GIT_CONFIG_GLOBAL and GIT_CONFIG_COUNT, which keep foreign configuration out, are this old."""
@@ -79,7 +79,7 @@ def check_url(url: str) -> str:
     """
 
     def refuse(why: str, hint: str) -> UsageError:
-        shown = clean(Redactor().text(url))
+        shown = without_credentials(url)
         return UsageError(f"the git URL '{shown}' is refused: {why}", hint=hint, id="git-url")
 
     usual = "write it as in https://github.com/ggml-org/llama.cpp.git"
@@ -232,7 +232,7 @@ class Git:
 
 def _failed(command: str, code: int, said: str) -> HostError:
     """Make the error; dubious ownership is the same mistake whatever the command was."""
-    said = clean(Redactor().text(said))
+    said = without_credentials(said)
     if found := re.search(r"detected dubious ownership in repository at '([^']*)'", said):
         return foreign_owner(found[1])
     return GitFailed(command, code, said)

@@ -22,6 +22,7 @@ from bakehouse.recipe.fields import (
     Variable,
 )
 from bakehouse.recipe.gate import Probe
+from bakehouse.recipe.guard import MemoryGuard
 from bakehouse.recipe.scalars import (
     Anything,
     Duration,
@@ -257,8 +258,8 @@ class Serve(Frozen):
     """Silence (no log line, no bytes read) after which loading counts as stalled."""
     stop_timeout: Duration = 20.0
     """Time between TERM and KILL."""
-    memory_floor: Size = 256 * 2**20
-    """The server is stopped where less memory than this can still be had; 0 never stops it."""
+    guard: MemoryGuard = MemoryGuard()
+    """Stops the server before it takes the machine's last memory."""
     api_key: ApiKey | None = None
     env: dict[Variable, Text] = {}
     vars: dict[str, Anything] = {}

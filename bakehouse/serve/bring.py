@@ -192,6 +192,8 @@ def _fresh(ctx: Context, order: Order, questions: Prove, notes: Notes) -> Ready:
     finally:
         if not keep:
             _note(notes, None, evidence)
+        if link.alarms:
+            notes.fact("memory_guard", link.alarms)
         if not (keep and order.foreground):
             link.close()
         _copy_log(settings.folder, notes.folder)

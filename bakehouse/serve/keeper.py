@@ -11,6 +11,7 @@ Standard library only, save for the signatures, which are loaded once the server
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -25,15 +26,18 @@ from pathlib import Path
 
 from bakehouse.ports.guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, descendants
 from bakehouse.serve import oom, state
+from bakehouse.serve.guard import SLOW_S, Guard, Sensor
 from bakehouse.serve.processes import Process, end
 from bakehouse.serve.state import Ended, Spec, State
-from bakehouse.serve.watch import LogWatch, available_memory
+from bakehouse.serve.watch import LogWatch
 
-TICK_S = 0.25
 LEFTOVERS_S = 2.0
 """What a server leaves running when it ends gets so long, in seconds, between TERM and KILL."""
-LOW_TICKS = 2
-"""So many readings in a row under the floor before the server is stopped."""
+MEMORY_GRACE_S = 2.0
+"""A server that the memory guard stops gets no more between TERM and KILL, in seconds."""
+ALARMS = 20
+"""So many alarms of the guard are kept."""
+MCL_CURRENT, MCL_ONFAULT = 1, 4
 OOM_SCORE = 500
 """Where memory runs out, the kernel should take the server and not its neighbours."""
 
@@ -50,11 +54,13 @@ class Keeper:
         self.child = 0
         self.status: int | None = None
         self.why: str | None = None
-        self.refused = ""
-        self.low = 0
+        self.says = ""
         self.libc = ctypes.CDLL(None, use_errno=True)
         self.log = LogWatch(folder / "server.log", self.spec.engine)
         self.oom = oom.Watch()
+        self.guard = Guard(self.spec.guard) if self.spec.guard else None
+        self.sensor = Sensor()
+        self.sampled = self.read_at = 0.0
 
     def run(self) -> None:
         """Start the server, watch it to its end, write down how it ended."""
@@ -63,19 +69,21 @@ class Keeper:
         self.child = self._start()
         self._note(keeper=Process.of(os.getpid()), server=Process.of(self.child))
         self._tell({"event": "started", "pid": self.child})
+        # Where memory runs out we must not wait for our own pages; refused to most users, then not.
+        self.libc.mlockall(MCL_CURRENT | MCL_ONFAULT)
         with selectors.DefaultSelector() as selector:
             selector.register(wake, selectors.EVENT_READ, "wake")
             if self.control:
                 selector.register(self.control, selectors.EVENT_READ, "control")
             while self.status is None and self.why is None:
-                for key, _ in selector.select(TICK_S):
+                for key, _ in selector.select(self._pause()):
                     if key.data == "wake":
                         self._woken(wake)
                     elif self.control and not self._listen(self.control):
                         selector.unregister(self.control)
                         self._let_go()
                 self._reap()
-                self._guard()
+                self._look()
         self._finish()
 
     def _start(self) -> int:
@@ -131,7 +139,7 @@ class Keeper:
                 )  # fmt: skip
                 self._tell({"event": "proven"})
             elif message["do"] == "refuse":
-                self.why, self.refused = "refused", str(message["says"])
+                self.why, self.says = "refused", str(message["says"])
         return bool(chunk)
 
     def _line(self, *, wait: bool = False) -> str:
@@ -153,13 +161,35 @@ class Keeper:
         elif self.state.foreground:
             self.why = "stopped"
 
-    def _guard(self) -> None:
-        self._read_log()
-        free = available_memory()
-        low = bool(self.spec.memory_floor) and free is not None and free < self.spec.memory_floor
-        self.low = self.low + 1 if low else 0
-        if self.low >= LOW_TICKS and self.status is None and self.why is None:
-            self.why = "memory"
+    def _pause(self) -> float:
+        """Seconds until the next sample of memory, or look at the log, is due."""
+        wanted = self.guard.interval if self.guard else SLOW_S
+        return max(0.0, min(wanted, SLOW_S) - (time.monotonic() - self.sampled))
+
+    def _look(self) -> None:
+        """Sample memory, and read the log somewhat more seldom."""
+        now = time.monotonic()
+        if now - self.sampled + 0.001 >= (self.guard.interval if self.guard else SLOW_S):
+            self.sampled = now
+            self._watch_memory(now)
+        if now - self.read_at >= SLOW_S:
+            self.read_at = now
+            self._read_log()
+
+    def _watch_memory(self, now: float) -> None:
+        """Warn, and then stop our own server, before the machine has no memory left."""
+        reading = self.sensor.read(now) if self.guard else None
+        alarm = self.guard.look(reading) if self.guard and reading else None
+        if alarm is None:
+            return
+        noted = {"at": state.now(), **alarm.to_data()}
+        alarms = (*self.state.alarms, noted)[-ALARMS:]
+        self.state = replace(self.state, alarms=alarms)
+        if alarm.kind == "stop":
+            self.why, self.says = self.why or "memory", alarm.reason  # written down when it is over
+        else:
+            state.write(self.folder, self.state, sync=False)  # a disk that swaps may keep us
+        self._tell({"event": "alarm", "alarm": noted})
 
     def _read_log(self) -> None:
         """Note what the log shows since the proof; up to it whoever proves reads the log."""
@@ -178,21 +208,32 @@ class Keeper:
     def _finish(self) -> None:
         """Stop what still runs, all of it, and record the end."""
         if self.status is None:
-            _end_group(self.child, self.state.stop_timeout, self._reap)
+            grace = self.state.stop_timeout
+            if self.why == "memory":
+                grace = min(grace, MEMORY_GRACE_S)
+            _end_group(self.child, grace, self._reap)
         end(self._below, grace=LEFTOVERS_S, tick=self._reap)
         self._reap()
         self._read_log()
         code = None if self.status is None else os.waitstatus_to_exitcode(self.status)
         why = self.why or "exited"
         says = (
-            f"stopped: {self.refused}"
+            f"stopped: {self.says}"
             if why == "refused"
-            else oom.explain(code, why, self.oom.killed(self.child), self.spec.memory_floor)
+            else oom.explain(code, why, self.oom.killed(self.child), self.says)
         )
         ended = Ended(at=state.now(), why=why, code=code, says=says)
         self._note(phase="ended", ended=ended)
+        self._keep_alarms()
         state.forget_key(self.folder)
         self._tell({"event": "ended", "says": says, "code": code, "why": why})
+
+    def _keep_alarms(self) -> None:
+        """Put the guard's alarms into the record too: the next launch writes a new state."""
+        if self.state.alarms and self.state.record:
+            text = json.dumps(list(self.state.alarms), indent=2) + "\n"
+            with contextlib.suppress(OSError):
+                (Path(self.state.record) / "memory-guard.json").write_text(text)
 
     def _below(self) -> list[Process]:
         return [p for pid in descendants(os.getpid()) if (p := Process.of(pid))]

@@ -20,6 +20,7 @@ from bakehouse.plan.types import ServePlan
 from bakehouse.ports.process import environment
 from bakehouse.serve import state as states
 from bakehouse.serve.control import KEEPER_MODULE, stop
+from bakehouse.serve.guard import Bounds
 from bakehouse.serve.listeners import refuse_taken
 from bakehouse.serve.processes import MARK, boot_id
 from bakehouse.serve.state import Spec, State
@@ -40,7 +41,8 @@ class Settings:
     """Digest that tells whether a running server is the one that is wanted."""
     engine: str
     stop_timeout: float
-    memory_floor: int
+    guard: Bounds | None = None
+    """Of the memory guard; None for no guard."""
     key: str | None = None
 
 
@@ -53,6 +55,8 @@ class Link:
         self.server = 0
         self.ended: dict[str, Any] | None = None
         """What the keeper said of the server's end; None while it runs."""
+        self.alarms: list[dict[str, Any]] = []
+        """What the memory guard said."""
         self._line = line
         self._heard = b""
         self._proven = False
@@ -87,13 +91,13 @@ class Link:
         """Wait for the keeper to say something; False where the server or the time ended first."""
         deadline = time.monotonic() + seconds
         while self.ended is None and time.monotonic() < deadline:
-            if select.select([self._line], [], [], 0.1)[0] and self._hear() == event:
+            if select.select([self._line], [], [], 0.1)[0] and event in self._hear():
                 return True
         return False
 
-    def _hear(self) -> str:
-        """Take one piece; give the last event in it."""
-        event = ""
+    def _hear(self) -> set[str]:
+        """Take one piece; give the events in it."""
+        events = set()
         try:
             chunk = self._line.recv(65536)
         except OSError:
@@ -109,11 +113,14 @@ class Link:
             line, _, self._heard = self._heard.partition(b"\n")
             message = json.loads(line)
             event = message["event"]
+            events.add(event)
             if event == "started":
                 self.server = int(message["pid"])
+            elif event == "alarm":
+                self.alarms.append(message["alarm"])
             elif event == "ended":
                 self.ended = message
-        return event
+        return events
 
     def _send(self, message: Mapping[str, Any]) -> None:
         try:
@@ -139,7 +146,7 @@ def launch(plan: ServePlan, settings: Settings, base: Mapping[str, str]) -> Link
     states.write(folder, first)
     env = environment({**plan.env, MARK: str(folder)}, base)
     spec = Spec(
-        state=first, env=env, cwd=str(settings.cwd), memory_floor=settings.memory_floor,
+        state=first, env=env, cwd=str(settings.cwd), guard=settings.guard,
         engine=settings.engine,
     )  # fmt: skip
     link = Link(folder, nonce, start_keeper(folder, spec))

@@ -36,12 +36,19 @@ def cgroup_kills(
     return 0
 
 
-def kernel_messages() -> bytes:
-    """Read the kernel's ring of messages, where that is allowed; never waits."""
+def open_ring(*, from_now: bool = True) -> int | None:
+    """Open the kernel's ring of messages, where that is allowed; the past ones passed over."""
     try:
-        ring = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        ring = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return b""
+        return None
+    if from_now:
+        os.lseek(ring, 0, os.SEEK_END)
+    return ring
+
+
+def kernel_messages(ring: int) -> bytes:
+    """Read what the ring has not given yet; never waits."""
     found = b""
     try:
         while len(found) < 1 << 22:
@@ -54,8 +61,6 @@ def kernel_messages() -> bytes:
             found += record
     except OSError:
         return found
-    finally:
-        os.close(ring)
     return found
 
 
@@ -69,20 +74,24 @@ class Watch:
         """Whether the kernel killed a process; None where nothing can be read about it."""
         if cgroup_kills() > self.before:
             return True
-        messages = kernel_messages()
+        ring = open_ring(from_now=False)
+        if ring is None:
+            return None
+        messages = kernel_messages(ring)
+        os.close(ring)
         if any(int(found) == pid for found in KILLED.findall(messages)):
             return True
         return None
 
 
-def explain(code: int | None, why: str, oom: bool | None, floor: int = 0) -> str:
-    """Say in one sentence how a server ended; `code` as in `Ended`, `floor` in bytes."""
+def explain(code: int | None, why: str, oom: bool | None, reason: str = "") -> str:
+    """Say in one sentence how a server ended; `code` as in `Ended`, `reason` the guard's."""
     if why == "stopped":
         return "stopped as asked"
     if why == "unproven":
         return "stopped: whoever was proving it went away before the proof was complete"
     if why == "memory":
-        return f"stopped: less than {floor >> 20} MiB of memory were left on this machine"
+        return f"stopped by the memory guard, before the machine stalls: {reason}"
     if code is None:
         return "ended, and nobody saw how"
     if code >= 0:

@@ -90,7 +90,7 @@ class Waiting:
         self.listener: Listener | None = None
         self.last = "it never listened"
         self.stage = "starting"
-        self.polls = 0
+        self.polls = self.warned = 0
         self.looked = self.began - LOOK_S
 
     def until_healthy(self, name: str) -> int:
@@ -131,6 +131,9 @@ class Waiting:
         if now - self.looked < LOOK_S:
             return
         self.looked = now
+        for alarm in self.link.alarms[self.warned :]:
+            self.ctx.progress.say(f"memory: {alarm['reason']}")
+        self.warned = len(self.link.alarms)
         lines = self.log.lines()
         self.stage = next(filter(None, map(evidence.stage, reversed(lines))), self.stage)
         reading = read_activity(tree(self.link.server))

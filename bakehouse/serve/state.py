@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bakehouse.serve.guard import Bounds
 from bakehouse.serve.processes import Process, boot_id
 
 SCHEMA = 1
@@ -62,6 +63,8 @@ class State:
     ended: Ended | None = None
     findings: tuple[dict[str, Any], ...] = ()
     """What the log showed of fatal or silent faults, the first ones."""
+    alarms: tuple[dict[str, Any], ...] = ()
+    """What the memory guard said, the latest ones, each with its time and figures."""
 
     @property
     def this_boot(self) -> bool:
@@ -89,8 +92,8 @@ def path(folder: Path) -> Path:
     return folder / "state.json"
 
 
-def write(folder: Path, state: State) -> None:
-    """Put a state in place whole, readable for its owner only."""
+def write(folder: Path, state: State, *, sync: bool = True) -> None:
+    """Put a state in place whole, readable for its owner only; `sync` waits for the disk."""
     data = {"schema": SCHEMA, **asdict(state)}
     target = path(folder)
     part = target.with_name(f".state.{os.getpid()}.part")
@@ -99,7 +102,8 @@ def write(folder: Path, state: State) -> None:
         json.dump(data, file, indent=2, sort_keys=True)
         file.write("\n")
         file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
     os.replace(part, target)
 
 
@@ -135,6 +139,7 @@ def _state(data: dict[str, Any], name: str) -> State:
         server=_process(data.get("server")),
         ended=Ended(**data["ended"]) if data.get("ended") else None,
         findings=tuple(dict(f) for f in made.findings),
+        alarms=tuple(dict(a) for a in made.alarms),
     )
     texts = (made.name, made.nonce, made.boot, made.host, made.plan, made.started)
     if made.name != name or made.phase not in PHASES or not all(isinstance(t, str) for t in texts):
@@ -162,8 +167,8 @@ class Spec:
     state: State
     env: dict[str, str]
     cwd: str
-    memory_floor: int
-    """Bytes of MemAvailable under which the server is stopped; 0 for never."""
+    guard: Bounds | None = None
+    """Of the memory guard; None for no guard."""
     engine: str = ""
 
     def to_json(self) -> str:
@@ -174,5 +179,9 @@ class Spec:
     def from_json(cls, text: str) -> Spec:
         """Read what `to_json` wrote."""
         data = json.loads(text)
-        state = data.pop("state")
-        return cls(state=_state({"schema": SCHEMA, **state}, state["name"]), **data)
+        state, bounds = data.pop("state"), data.pop("guard")
+        return cls(
+            state=_state({"schema": SCHEMA, **state}, state["name"]),
+            guard=Bounds(**bounds) if bounds else None,
+            **data,
+        )

@@ -1,4 +1,4 @@
-"""What the keeper looks at while a server runs: its log and the machine's memory.
+"""What the keeper looks at while a server runs: its log.
 
 Standard library at the top level; the signatures are imported once there is a line to judge.
 """
@@ -13,18 +13,6 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 20
 LONGEST_LINE = 1 << 16
-
-
-def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that can be had without swapping (MemAvailable); None where the kernel is silent."""
-    try:
-        text = meminfo.read_text()
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 class Tail:

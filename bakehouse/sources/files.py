@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bakehouse.context import Context
 from bakehouse.errors import HostError, LockError
-from bakehouse.redact import Redactor, clean
+from bakehouse.redact import clean
 
 CHUNK = 2**20
 
@@ -115,7 +115,7 @@ def fetch_pinned(
             raise LockError(
                 f"what was fetched is not what is pinned: sha256 {sha256} expected, {found} found"
                 + (f"; it is {nature}" if nature else ""),
-                where=clean(Redactor().text(url)),
+                where=clean(ctx.redactor.text(url)),
                 hint="the host serves other content under this name; do not use it before you "
                 "know why, then move the pin with 'invoke lock --update'",
                 id="hash-mismatch",

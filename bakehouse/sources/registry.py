@@ -13,7 +13,7 @@ from urllib.parse import urljoin, urlsplit
 from bakehouse.context import Context
 from bakehouse.errors import HostError, LockError, NotFound, UsageError
 from bakehouse.ports.http import Http, Unreachable
-from bakehouse.redact import Redactor, clean
+from bakehouse.redact import clean, without_credentials
 from bakehouse.sources.files import fetch_pinned
 
 DEFAULT_INDEX = "https://pypi.org/simple"
@@ -70,7 +70,7 @@ def find_file(
         if not fitting:
             raise LockError(
                 f"no file of {requirement} has the sha256 {sha256}",
-                where=_shown(url),
+                where=without_credentials(url),
                 hint="the index serves other files than were pinned: see which, then pin anew",
                 id="hash-mismatch",
             )
@@ -85,7 +85,7 @@ def find_file(
         others = ", ".join(sorted(clean(str(f["filename"])) for f in files)) or "none"
         raise NotFound(
             f"the package index has no fitting {want} of {requirement}",
-            where=f"{_shown(url)} (of this version: {others})",
+            where=f"{without_credentials(url)} (of this version: {others})",
             hint="see that name and version are right, and that it is published for this platform",
         )
     return _file(chosen, url)
@@ -98,24 +98,20 @@ def fetch_file(ctx: Context, file: RegistryFile) -> Path:
     return target
 
 
-def _shown(url: str) -> str:
-    return clean(Redactor().text(url))
-
-
 def _listing(http: Http, url: str) -> list[dict[str, Any]]:
     try:
         reply = http.ask("GET", url, headers={"Accept": _JSON}, max_bytes=MAX_LISTING)
     except Unreachable as error:
         raise HostError(
             f"the package index cannot be reached: {error.why}",
-            where=_shown(url),
+            where=without_credentials(url),
             hint="check the network, or point PIP_INDEX_URL at an index that can be reached",
             id="registry",
         ) from error
     if reply.status == 404:
         raise NotFound(
             "the package index does not know this project",
-            where=_shown(url),
+            where=without_credentials(url),
             hint="see that the name is right",
         )
     try:
@@ -125,7 +121,7 @@ def _listing(http: Http, url: str) -> list[dict[str, Any]]:
     if not isinstance(files, list):
         raise HostError(
             f"the package index did not give its JSON listing (status {reply.status})",
-            where=_shown(url),
+            where=without_credentials(url),
             hint="PIP_INDEX_URL has to point at an index that speaks PEP 691 JSON",
             id="registry",
         )
@@ -183,13 +179,17 @@ def _file(file: dict[str, Any], page: str) -> RegistryFile:
     if not isinstance(sha256, str) or not re.fullmatch(r"[0-9a-f]{64}", sha256):
         raise LockError(
             f"the package index gives no sha256 for {clean(name)}",
-            where=_shown(page),
+            where=without_credentials(page),
             hint="use an index that publishes hashes, such as pypi.org",
         )
     if "/" in name or name.startswith(".") or clean(name) != name:
-        raise HostError(f"the package index names a file '{clean(name)}'", where=_shown(page))
+        raise HostError(
+            f"the package index names a file '{clean(name)}'", where=without_credentials(page)
+        )
     url = urljoin(page, str(file.get("url", "")))
     if urlsplit(url).scheme not in ("http", "https"):
-        raise HostError("the package index gives no http address for the file", where=_shown(url))
+        raise HostError(
+            "the package index gives no http address for the file", where=without_credentials(url)
+        )
     size = file.get("size")
     return RegistryFile(name, url, size if isinstance(size, int) else None, sha256)

@@ -31,7 +31,9 @@ def judged(context: Context, fault: Fault) -> Proof:
     with fake.serving(fault) as server:
         began = time.monotonic()
         proof = prove(context, Endpoint(server.url), Probe(), patience=HASTY)
-        assert time.monotonic() - began < 60  # a server that sleeps would hold each of 8 questions for 30 s
+        assert (
+            time.monotonic() - began < 60
+        )  # a server that sleeps would hold each of 8 questions for 30 s
     assert len(proof.answers) == 8
     return proof
 

@@ -443,23 +443,6 @@ def test_the_key_is_asked_for_and_never_in_an_argument(context: Context, notes: 
         bring_up(context, order(context, key="sekret-key-2"), agree, notes)
 
 
-def test_low_memory_stops_the_server(context: Context, notes: Notes) -> None:
-    wanted = order(context, floor=1 << 60)
-
-    def until_gone(_: object) -> Proof:
-        wait_until(lambda: not left_of(context))
-        return proof()
-
-    with pytest.raises(NotHealthy) as caught:
-        bring_up(context, wanted, until_gone, notes)
-    assert not left_of(context)
-    state = states.read(wanted.settings.folder)
-    assert state is not None
-    assert state.ended is not None
-    assert state.ended.why == "memory"
-    assert caught.value.exit_code == 7
-
-
 @pytest.mark.parametrize("text", ["", "{", '{"schema": 1}', "[]", '{"schema": 99}', "\x00"])
 def test_a_state_that_cannot_be_read_is_no_obstacle(
     context: Context, notes: Notes, text: str

@@ -157,6 +157,15 @@ def talk() -> None:
         time.sleep(0.1)
 
 
+def eat(rate: int, most: int) -> None:
+    """Take memory, megabytes a second, and touch every page of it; never more than `most`."""
+    held: list[bytearray] = []
+    while len(held) * 5 < most:
+        held.append(bytearray(os.urandom(1) * 5_000_000))
+        time.sleep(5 / rate)
+    time.sleep(600)
+
+
 def leave(*_: Any) -> None:
     os._exit(0)
 
@@ -179,6 +188,9 @@ def main() -> None:
         sys.exit(int(FAULTS["exit"]))
     if "never-listen" in FAULTS:
         time.sleep(600)
+    if "eats" in FAULTS:
+        rate, _, most = FAULTS["eats"].partition(":")
+        threading.Thread(target=eat, args=(int(rate), int(most)), daemon=True).start()
     if "talks" in FAULTS:
         threading.Thread(target=talk, daemon=True).start()
     log(f"healthy from {START + float(FAULTS.get('slow') or 0)}")

@@ -19,6 +19,7 @@ from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
 from bakehouse.records.model import Answer, SuiteRecord, SuiteVerdict
 from bakehouse.serve.bring import Order, identity_digest
+from bakehouse.serve.guard import Bounds
 from bakehouse.serve.launch import Settings
 from bakehouse.serve.processes import marked
 from bakehouse.serve.ready import Limits
@@ -89,7 +90,7 @@ def order(
     model: str = "/models/x.gguf",
     ready: float = 20.0,
     stall: float = 10.0,
-    floor: int = 0,
+    guard: Bounds | None = None,
     key: str | None = None,
     foreground: bool = False,
     **serve: Any,
@@ -103,7 +104,7 @@ def order(
     folder = ctx.places.servers / name
     settings = Settings(
         folder, folder.parent, identity_digest(plan), "llama.cpp", wanted.serve.stop_timeout,
-        floor, key,
+        guard, key,
     )  # fmt: skip
     return Order(plan, asked, settings, Limits(ready, stall), foreground=foreground)
 

@@ -12,11 +12,12 @@ import pytest
 from bakehouse.serve import oom
 from bakehouse.serve import state as states
 from bakehouse.serve.activity import Reading, Silence, read_activity, tells
+from bakehouse.serve.guard import Bounds
 from bakehouse.serve.listeners import holder, listeners, overlapping, owned, parse
 from bakehouse.serve.processes import Process, command_of, start_time
 from bakehouse.serve.ready import url_of
 from bakehouse.serve.state import Ended, Spec, State
-from bakehouse.serve.watch import Tail, available_memory
+from bakehouse.serve.watch import Tail
 
 TABLE = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
@@ -118,11 +119,11 @@ def test_activity_of_processes_is_summed_and_the_gone_add_nothing(tmp_path: Path
         (-64, "exited", None, "died of S"),
         (None, "exited", None, "nobody saw how"),
         (-15, "stopped", None, "stopped as asked"),
-        (-9, "memory", None, "less than 256 MiB of memory"),
+        (-9, "memory", None, "the memory guard, before the machine stalls: 1 MiB left"),
     ],
 )
 def test_an_end_in_words(code: int | None, why: str, killed: bool | None, words: str) -> None:
-    assert words in oom.explain(code, why, killed, 256 << 20)
+    assert words in oom.explain(code, why, killed, "1 MiB left")
 
 
 def test_kills_by_the_kernel_are_counted_in_both_kinds_of_control_group(tmp_path: Path) -> None:
@@ -148,13 +149,6 @@ def test_a_tail_gives_whole_lines_and_survives_truncation(tmp_path: Path) -> Non
     assert tail.lines() == ["two", "\ufffd"]
     log.write_bytes(b"new\n")
     assert tail.lines() == ["new"]
-
-
-def test_memory_that_can_be_had(tmp_path: Path) -> None:
-    info = tmp_path / "meminfo"
-    info.write_text("MemFree: 1 kB\nMemAvailable:   2048 kB\n")
-    assert available_memory(info) == 2048 * 1024
-    assert available_memory(tmp_path / "none") is None
 
 
 def test_a_process_is_more_than_its_number() -> None:
@@ -185,7 +179,7 @@ def test_a_state_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert states.read(folder) == state()
     assert states.path(folder).stat().st_mode & 0o777 == 0o600
     assert [f.name for f in folder.iterdir()] == ["state.json"]
-    spec = Spec(state(), {"A": "b"}, "/", 1, "llama.cpp")
+    spec = Spec(state(), {"A": "b"}, "/", Bounds(2, 1, 0.5, 3), "llama.cpp")
     assert Spec.from_json(spec.to_json()) == spec
 
 
