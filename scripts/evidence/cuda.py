@@ -48,7 +48,8 @@ def begin() -> None:
             check=True,
         )
     with (WORK / "out" / "work.log").open("ab") as log:
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        path = os.pathsep.join(filter(None, [str(WORK / "site"), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
         worker = subprocess.Popen(
             [sys.executable, "-m", "scripts.evidence.work", WORK],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,

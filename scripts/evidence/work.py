@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.evidence.carry import index
+from scripts.evidence.toolkit import assemble, find_parts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = os.environ.get("BAKEHOUSE_EVIDENCE_RECIPE", "smollm2-cuda-host")
@@ -65,6 +66,9 @@ class Work:
     def __init__(self, work: Path, url: str) -> None:
         self.work = work
         self.evidence: dict[str, Any] = {"recipe": RECIPE}
+        self.flags: tuple[str, ...] = ("--recipe", RECIPE)
+        for override in os.environ.get("BAKEHOUSE_EVIDENCE_SET", "").split():
+            self.flags += ("--set", override)
         extra = [str(work / "site")] if (work / "site").is_dir() else []
         path = [p for p in ("/usr/local/cuda/bin", "/usr/local/nvidia/bin") if os.path.isdir(p)]
         self.environment = {
@@ -88,10 +92,13 @@ class Work:
     ) -> dict[str, Any]:
         """Run one command to its end; give its exit code, its words, its wall and CPU seconds."""
         before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-        done = subprocess.run(
-            argv, cwd=cwd, env={**self.environment, **(over or {})}, capture_output=True, text=True,
-            errors="replace", check=False,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                argv, cwd=cwd, env={**self.environment, **(over or {})}, capture_output=True,
+                text=True, errors="replace", check=False,
+            )  # fmt: skip
+        except OSError as error:
+            return {"exit": 127, "seconds": 0.0, "cpu_seconds": 0.0, "out": "", "err": str(error)}
         seconds, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         print(
@@ -141,18 +148,27 @@ class Work:
             for package in sorted((self.work / "in").glob("*.deb")):
                 self.keep(f"unpack {package.name}", self.run("dpkg", "-x", str(package), "/"))
 
+    def toolkit(self) -> None:
+        """Where the machine's toolkit lacks cuBLAS, which PyTorch's packages have: one of both."""
+        if parts := find_parts("13.0"):
+            target = self.work / "toolkit"
+            shutil.rmtree(target, ignore_errors=True)
+            taken = assemble(*parts, target)
+            self.keep("toolkit", {"made of": [str(parts[0]), *taken], "at": str(target)})
+            self.flags += ("--set", f"build.cuda.path={target}")
+
     def plan(self) -> None:
         """Doctor, check and plan."""
         self.keep("doctor", self.task("doctor"))
-        self.keep("check", self.task("check", "--recipe", RECIPE))
-        self.keep("plan", self.task("plan", "--recipe", RECIPE))
+        self.keep("check", self.task("check", *self.flags))
+        self.keep("plan", self.task("plan", *self.flags))
 
     def refusals(self) -> None:
         """What must not be built."""
         found = {}
         for name, (code, overrides) in REFUSALS.items():
             flags = [flag for override in overrides for flag in ("--set", override)]
-            said = self.task("build", "--recipe", RECIPE, *flags)
+            said = self.task("build", *self.flags, *flags)
             error = (said["document"] or {}).get("error")
             found[name] = {
                 "wanted_exit": code, "exit": said["exit"], "seconds": said["seconds"],
@@ -162,8 +178,8 @@ class Work:
 
     def build(self) -> None:
         """Build, and build again, which reuses."""
-        self.keep("build", self.task("build", "--recipe", RECIPE, "--jobs", self.jobs))
-        self.keep("rebuild", self.task("build", "--recipe", RECIPE))
+        self.keep("build", self.task("build", *self.flags, "--jobs", self.jobs))
+        self.keep("rebuild", self.task("build", *self.flags))
         record = self.record("home")
         self.keep("build.json", record)
         for log in (self.work / "home" / "state" / "runs").glob("*/*configure.log"):
@@ -189,13 +205,13 @@ class Work:
             if time.monotonic() > deadline:
                 raise SystemExit("the model was not delivered in time")
             time.sleep(0.5)
-        self.keep("fetch", self.task("fetch", "--recipe", RECIPE))
+        self.keep("fetch", self.task("fetch", *self.flags))
         self.keep("serve", self.served())
 
     def served(self, *flags: str) -> dict[str, Any]:
         """Serve, measure, probe, stop."""
         set_ = [one for flag in flags for one in ("--set", flag)]
-        said = self.task("serve", "--recipe", RECIPE, "--port", "0", *set_)
+        said = self.task("serve", *self.flags, "--port", "0", *set_)
         try:
             if said["exit"] == 0:
                 result = said["document"]["result"]
@@ -204,7 +220,7 @@ class Work:
                     "nvidia-smi", "--query-compute-apps=pid,name,used_memory", "--format=csv"
                 )
                 said["status"] = self.task("status")
-                said["probe"] = self.task("probe", "--recipe", RECIPE)
+                said["probe"] = self.task("probe", *self.flags)
                 log = Path(result["log"])
                 name = "server-cpu.log" if flags else "server.log"
                 shutil.copyfile(log, self.work / "out" / name)
@@ -219,7 +235,7 @@ class Work:
     def again(self) -> None:
         """Build in another home, with nothing of the first: is it the same, bit for bit?"""
         over = {"BAKEHOUSE_HOME": str(self.work / "home-elsewhere" / "deeper")}
-        said = self.task("build", "--recipe", RECIPE, "--jobs", self.jobs, over=over)
+        said = self.task("build", *self.flags, "--jobs", self.jobs, over=over)
         one, other = self.record("home"), self.record("home-elsewhere/deeper")
         if one and other:
             first, second = ({f["path"]: f["sha256"] for f in r["files"]} for r in (one, other))
@@ -275,8 +291,8 @@ def main(folder: Path) -> int:
     with index(folder / "in") as url:
         work = Work(folder, url)
         steps: dict[str, Callable[[], None]] = {
-            "machine": work.machine, "plan": work.plan, "refusals": work.refusals,
-            "build": work.build, "serve": work.serve, "cpu": work.cpu, "again": work.again,
+            "machine": work.machine, "toolkit": work.toolkit, "plan": work.plan,
+            "refusals": work.refusals, "build": work.build, "serve": work.serve, "cpu": work.cpu, "again": work.again,
             "plain": work.plain,
         }  # fmt: skip
         chosen = os.environ.get("BAKEHOUSE_EVIDENCE_STEPS", ",".join(steps)).split(",")
