@@ -290,11 +290,8 @@ def main(folder: Path) -> int:
     failed = []
     with index(folder / "in") as url:
         work = Work(folder, url)
-        steps: dict[str, Callable[[], None]] = {
-            "machine": work.machine, "toolkit": work.toolkit, "plan": work.plan,
-            "refusals": work.refusals, "build": work.build, "serve": work.serve, "cpu": work.cpu, "again": work.again,
-            "plain": work.plain,
-        }  # fmt: skip
+        names = "machine toolkit plan refusals build serve cpu again plain".split()
+        steps: dict[str, Callable[[], None]] = {name: getattr(work, name) for name in names}
         chosen = os.environ.get("BAKEHOUSE_EVIDENCE_STEPS", ",".join(steps)).split(",")
         for name in chosen:
             print(f"-- {name} ({time.strftime('%H:%M:%S')})")
