@@ -113,7 +113,8 @@ class Work:
 
     def task(self, name: str, *flags: str, over: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Run one of Bakehouse's tasks as a user would; its JSON document takes `out`'s place."""
-        said = self.run(sys.executable, "-m", "invoke", name, *flags, "--json", over=over)
+        argv = (sys.executable, "-m", "invoke", name, *flags, "--json")
+        said = self.run(*(("timeout", str(limit)) if limit else ()), *argv, over=over)
         try:
             said["document"] = json.loads(said["out"])
             del said["out"]
@@ -168,7 +169,7 @@ class Work:
         found = {}
         for name, (code, overrides) in REFUSALS.items():
             flags = [flag for override in overrides for flag in ("--set", override)]
-            said = self.task("build", *self.flags, *flags)
+            said = self.task("build", *self.flags, *flags, limit=90)
             error = (said["document"] or {}).get("error")
             found[name] = {
                 "wanted_exit": code, "exit": said["exit"], "seconds": said["seconds"],
@@ -290,7 +291,17 @@ def main(folder: Path) -> int:
     failed = []
     with index(folder / "in") as url:
         work = Work(folder, url)
-        names = "machine toolkit plan refusals build serve cpu again plain".split()
+        names = [
+            "machine",
+            "toolkit",
+            "plan",
+            "refusals",
+            "build",
+            "serve",
+            "cpu",
+            "again",
+            "plain",
+        ]
         steps: dict[str, Callable[[], None]] = {name: getattr(work, name) for name in names}
         chosen = os.environ.get("BAKEHOUSE_EVIDENCE_STEPS", ",".join(steps)).split(",")
         for name in chosen:
