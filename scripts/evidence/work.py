@@ -111,7 +111,9 @@ class Work:
             "out": done.stdout, "err": done.stderr[-20000:],
         }  # fmt: skip
 
-    def task(self, name: str, *flags: str, over: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def task(
+        self, name: str, *flags: str, over: Mapping[str, str] | None = None, limit: int = 0
+    ) -> dict[str, Any]:
         """Run one of Bakehouse's tasks as a user would; its JSON document takes `out`'s place."""
         argv = (sys.executable, "-m", "invoke", name, *flags, "--json")
         said = self.run(*(("timeout", str(limit)) if limit else ()), *argv, over=over)
