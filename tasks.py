@@ -206,6 +206,7 @@ def stop(
     url="any OpenAI-compatible server, e.g. http://127.0.0.1:8000",
     model="the model to ask for (default: the first that the server lists)",
     api_key_env="the environment variable that holds the API key",
+    accept_golden="keep what it answers as golden values of its weights, if it proves itself",
 )
 def probe(
     _: Context,
@@ -214,6 +215,7 @@ def probe(
     url: str | None = None,
     model: str | None = None,
     api_key_env: str | None = None,
+    accept_golden: bool = False,
     json: bool = False,
     debug: bool = False,
 ) -> None:
@@ -221,6 +223,7 @@ def probe(
     _main(
         "probe", json, debug,
         recipe=recipe, set_=set_, url=url, model=model, api_key_env=api_key_env,
+        accept_golden=accept_golden,
     )  # fmt: skip
 
 

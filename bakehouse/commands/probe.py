@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from bakehouse.checks import Verdict, check, not_passed
 from bakehouse.context import Context
-from bakehouse.errors import BakehouseError, NotCorrect, NotHealthy, UsageError
+from bakehouse.errors import BakehouseError, LockError, NotCorrect, NotHealthy, UsageError
 from bakehouse.outcome import Outcome
 from bakehouse.ports.http import Unreachable
+from bakehouse.probe.accept import take_golden
 from bakehouse.probe.ask import list_models
+from bakehouse.probe.golden import known_of, write_golden
 from bakehouse.probe.prove import answer_lines, explain, prove
-from bakehouse.probe.types import Endpoint, Proof
-from bakehouse.recipe.gate import Probe
+from bakehouse.probe.types import Endpoint, Known, Proof
+from bakehouse.recipe.gate import Probe, default_suites
 from bakehouse.recipe.load import find, load
 from bakehouse.records.store import Run
+from bakehouse.resolve import lock_path, read_lock
 from bakehouse.serve.control import look
 from bakehouse.serve.launch import kept_key
 from bakehouse.serve.proof import Running, identity
@@ -31,6 +35,8 @@ class Options:
     url: str = ""
     model: str = ""
     api_key_env: str = ""
+    accept_golden: bool = False
+    """Keep what this server answers as the golden values of its weights, if it proves itself."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +50,25 @@ class Target:
     """Names of the variables whose values are hidden."""
     server: Running | None = None
     """Where it is ours: who has to be the one that answers."""
+    known: Known | None = None
+    """Where it is ours and locked: the model that it serves."""
 
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Ask and judge. Exit 0 correct, 7 not reachable or not healthy, 8 not correct."""
     target = _target(ctx, options)
     proof: Proof | None = None
+    golden: Path | None = None
     error: BakehouseError | None = None
     with (
         suppress(NotCorrect, NotHealthy),
         Run.start(ctx, "probe", target.recipe, secrets=target.secrets) as run,
     ):
         try:
-            proof = _judge(ctx, target, run)
+            proof = _judge(ctx, target, run, None if options.accept_golden else target.known)
             error = explain(proof, target.endpoint.url)
+            if options.accept_golden and target.known and not error:
+                golden = _accept(ctx, target.endpoint, target.known, run)
         except NotHealthy as unhealthy:
             error = unhealthy
         if error:
@@ -71,16 +82,21 @@ def run(ctx: Context, options: Options) -> Outcome:
         "summary": proof.summary if proof else None,
         "answers": [a.to_data() for a in answers],
         "suites": [s.record().to_data() for s in proof.suites] if proof else [],
+        "golden": str(golden) if golden else None,
         "record": str(run.folder),
     }
     lines = answer_lines(answers)
     if proof and not error:
+        lines += [f"golden values: {golden}"] if golden else []
         lines += [f"CORRECT  {target.endpoint.url}  {proof.summary}", f"record: {run.record}"]
     return Outcome(result, "\n".join(lines), run.judged, error=error)
 
 
-def _judge(ctx: Context, target: Target, run: Run) -> Proof:
-    """Find out who answers, then ask. Raises NotHealthy where it is not the one that is wanted."""
+def _judge(ctx: Context, target: Target, run: Run, known: Known | None) -> Proof:
+    """Find out who answers, then ask. Raises NotHealthy where it is not the one that is wanted.
+
+    Where golden values are about to be made, the old ones are not `known`.
+    """
     run.hide(*(v.removeprefix("Bearer ") for v in target.endpoint.headers.values()))
     run.fact("url", target.endpoint.url)
     with run.step("identify"):
@@ -99,11 +115,19 @@ def _judge(ctx: Context, target: Target, run: Run) -> Proof:
             endpoint = _identify(ctx, target.endpoint, run)
     run.fact("model", endpoint.model)
     with run.step("probe"):
-        proof = prove(ctx, endpoint, target.probe)
+        proof = prove(ctx, endpoint, target.probe, known=known)
     run.answers(proof.answers)
     run.suites(suite.record() for suite in proof.suites)
     run.checks(proof.checks)
     return proof
+
+
+def _accept(ctx: Context, endpoint: Endpoint, known: Known, run: Run) -> Path:
+    """Keep the golden values of a server that has just proven itself. Raises NotHealthy."""
+    with run.step("golden"):
+        path = write_golden(known, take_golden(ctx, endpoint, known))
+    run.fact("golden", str(path))
+    return path
 
 
 def _target(ctx: Context, options: Options) -> Target:
@@ -117,8 +141,9 @@ def _target(ctx: Context, options: Options) -> Target:
         if options.model or options.api_key_env:
             raise UsageError("--model and --api-key-env belong to --url")
         return _ours(ctx, options)
-    if options.set_:
-        raise UsageError("--set belongs to --recipe")
+    if options.set_ or options.accept_golden:
+        flag = "--set" if options.set_ else "--accept-golden"
+        raise UsageError(f"{flag} belongs to --recipe")
     headers = _key_header(ctx, options.api_key_env)
     endpoint = Endpoint(_base_url(options.url), options.model or None, headers)
     secrets = (options.api_key_env,) if options.api_key_env else ()
@@ -127,7 +152,8 @@ def _target(ctx: Context, options: Options) -> Target:
 
 def _ours(ctx: Context, options: Options) -> Target:
     """Find the running server of a recipe. Raises NotHealthy where it does not run."""
-    recipe = load(find(options.recipe, ctx.recipes), options.set_).recipe
+    loaded = load(find(options.recipe, ctx.recipes), options.set_)
+    recipe = loaded.recipe
     folder = ctx.places.servers / recipe.name
     seen = look(folder)
     state = seen.state
@@ -147,7 +173,23 @@ def _ours(ctx: Context, options: Options) -> Target:
         server.url, recipe.name, server.headers, recipe.engine,
         context // recipe.serve.slots if context else None,
     )  # fmt: skip
-    return Target(endpoint, recipe.probe, recipe.name, recipe.secrets, server)
+    lock = read_lock(lock_path(loaded.path))
+    known = known_of(recipe, lock, loaded.folder, state.plan) if lock else None
+    probe = recipe.probe
+    if options.accept_golden:
+        if known is None:
+            raise LockError(
+                f"'{recipe.name}' has no lock, and golden values belong to locked weights",
+                where=str(lock_path(loaded.path)), hint=f"invoke lock --recipe {options.recipe}",
+            )  # fmt: skip
+        probe = _without_golden(probe, recipe.engine)
+    return Target(endpoint, probe, recipe.name, recipe.secrets, server, known)
+
+
+def _without_golden(probe: Probe, engine: str) -> Probe:
+    """Leave out what needs golden values: they are what is about to be made."""
+    suites = tuple(s for s in probe.suites or default_suites(engine) if s != "reference")
+    return probe.model_copy(update={"suites": suites or ("facts",)})
 
 
 def _base_url(url: str) -> str:

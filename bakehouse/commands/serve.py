@@ -21,6 +21,7 @@ from bakehouse.outcome import Outcome
 from bakehouse.plan.types import BuildPlan, ServePlan
 from bakehouse.plan.whole import make_plan, survey
 from bakehouse.preflight.admit import admit
+from bakehouse.probe.golden import known_of
 from bakehouse.probe.prove import answer_lines, prove
 from bakehouse.recipe.guard import MemoryGuard
 from bakehouse.recipe.load import Loaded, find, load
@@ -111,10 +112,12 @@ def run(ctx: Context, options: Options) -> Outcome:
         _admit(ctx, wanted, files, record, options.accept_memory_risk)
         survey(ctx, recipe, lock, make=True)
         ensure_build(ctx, lock, wanted.build, record)
+        order = _order(ctx, wanted, options.foreground)
+        known = known_of(recipe, lock, loaded.folder, order.settings.plan)
         ready = bring_up(
             ctx,
-            _order(ctx, wanted, options.foreground),
-            lambda endpoint: prove(ctx, endpoint, recipe.probe),
+            order,
+            lambda endpoint: prove(ctx, endpoint, recipe.probe, known=known),
             record,
         )
         record.fact("loading_seconds", round(ready.loading, 3))

@@ -9,6 +9,7 @@ from bakehouse.checks import Verdict, check
 from bakehouse.errors import BakehouseError, NotCorrect, NotHealthy
 from bakehouse.ports.http import Http, Unreachable
 from bakehouse.probe.ask import list_models
+from bakehouse.probe.golden import read_golden
 from bakehouse.probe.judge import overall
 from bakehouse.probe.suite import run_suite
 from bakehouse.probe.suites import REGISTRY
@@ -36,8 +37,11 @@ def prove(
     known: Known | None = None,
     patience: Patience = PATIENT,
 ) -> Proof:
-    """Ask what the recipe wants asked, and judge it. Never raises for what a server does."""
-    given = Given(_with_model(ctx.http, endpoint), probe, known)
+    """Ask what the recipe wants asked, and judge it. Never raises for what a server does.
+
+    Raises LockError where the golden values of `known` cannot be read.
+    """
+    given = Given(_with_model(ctx.http, endpoint), probe, known, read_golden(known))
     proofs: list[SuiteProof] = []
     for name in probe.suites or default_suites(endpoint.engine):
         if lost := next((p for p in proofs if p.lost), None):

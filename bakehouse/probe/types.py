@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from bakehouse.base import Frozen
 from bakehouse.checks import Check, Verdict
 from bakehouse.recipe.gate import Probe
 from bakehouse.records.model import Answer, Cost, SuiteRecord, SuiteVerdict
@@ -38,8 +41,46 @@ class Known:
     """The type of its KV cache, as the engine names it."""
     backend: str
     """What computes: `cpu`, `cuda`."""
+    identity: str
+    """Digest of the server as started: build, command, environment, lock; empty where unknown."""
     goldens: Path
     """The folder of golden values."""
+
+
+class GoldenText(Frozen):
+    """A text's tokens, and the log-probability of each but the first, in nats."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class GoldenPlace(Frozen):
+    """One place of a reference run: the likeliest tokens, best first, and their nats."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class Golden(Frozen):
+    """What a proven server answered."""
+
+    schema_version: Annotated[Literal[1], Field(alias="schema")] = 1
+    weights16: str
+    kv_cache: str
+    backend: str
+    """What computed it: a bound is tight only for the same one."""
+    identity: str = ""
+    """Digest of the server that they were taken from; see `Known`."""
+    version: str = ""
+    """The engine's own word for its build."""
+    texts: dict[str, GoldenText]
+    """By name, as in `texts.yaml`."""
+    data: str
+    """Digest over the texts, 16 hex digits: golden values of other texts say nothing."""
+    prompt: tuple[int, ...] = ()
+    """Tokens that the reference run goes on from."""
+    places: tuple[GoldenPlace, ...] = ()
+    """The reference run, greedy: at each place the first token was taken."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +90,7 @@ class Given:
     endpoint: Endpoint
     probe: Probe
     known: Known | None = None
+    golden: Golden | None = None
 
 
 GOOD: frozenset[SuiteVerdict] = frozenset({"true", "true (provisional)"})

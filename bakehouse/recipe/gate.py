@@ -13,7 +13,7 @@ from bakehouse.base import Frozen
 from bakehouse.recipe.fields import Answer
 from bakehouse.recipe.scalars import Filled, Flag, Misplaced, Number, Whole
 
-SuiteName = Literal["facts"]
+SuiteName = Literal["facts", "fluency", "likelihood", "reference"]
 SUITES: tuple[SuiteName, ...] = get_args(SuiteName)
 
 
@@ -70,6 +70,8 @@ class Fluency(Frozen):
     """For each text that it writes."""
     texts: Annotated[Whole, Field(ge=1, le=4)] = 1
     """How many texts it writes."""
+    mode: Literal["chat", "completion"] = "chat"
+    """Whether it is asked for a text, or goes on with one."""
 
 
 class Likelihood(Frozen):
@@ -78,7 +80,7 @@ class Likelihood(Frozen):
     ceiling: Annotated[Number, Field(gt=0)] = 4.5
     """The mean may never be above it, whatever the golden value."""
     tolerance: Annotated[Number, Field(gt=0)] | None = None
-    """How far the mean may be from the golden value, either way."""
+    """How far the mean may be from the golden value, either way; by default what was measured."""
     spread: Annotated[Number, Field(gt=0)] | None = None
     """How far single tokens may be from theirs, as the mean of the absolute differences."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from bakehouse.probe.suite import Suite
-from bakehouse.probe.suites import facts
+from bakehouse.probe.suites import facts, fluency, likelihood, reference
 from bakehouse.recipe.gate import SuiteName
 
-REGISTRY: dict[SuiteName, Suite[Any]] = {suite.name: suite for suite in (facts.SUITE,)}
+_ALL: tuple[Suite[Any], ...] = (facts.SUITE, fluency.SUITE, likelihood.SUITE, reference.SUITE)
+REGISTRY: dict[SuiteName, Suite[Any]] = {suite.name: suite for suite in _ALL}

@@ -1,0 +1,249 @@
+"""Degenerate text: told from good text by its form alone, in any language. Pure.
+
+Fluent nonsense has a good form; that is what `likelihood` and `facts` are for. What is found here:
+loops, collapsed variety, leaked control tokens, broken characters, mixed scripts, no words at all.
+Good answers in any script, code, lists, tables and poems with a refrain stay unflagged.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import eq
+
+from bakehouse.probe.text import tokens
+
+MOST = 4000
+"""Characters that are looked at: the beginning and the end of a longer text."""
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """One thing that no good answer shows; `what` is for people."""
+
+    id: str
+    what: str
+
+
+def flaws(text: str) -> tuple[Flaw, ...]:
+    """Give everything about the form of an answer that no good answer shows."""
+    text = text.strip()
+    if len(text) > MOST:
+        text = f"{text[: MOST // 2]}\n{text[-MOST // 2 :]}"
+    if not text:
+        return (Flaw("empty", "nothing was written"),)
+    found = ((name, rule(text)) for name, rule in _RULES.items())
+    return tuple(Flaw(name, what) for name, what in found if what)
+
+
+_FENCED = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
+_ROLE = re.compile(
+    r"<[|｜]/?[\w▁ ]{1,40}[|｜]>"  # noqa: RUF001 - DeepSeek's tokens are written so
+    r"|</?(?:start|end)_of_turn>|</s>|\[/?INST\]|<</?SYS>>|<0x[0-9A-F]{2}>|<extra_id_\d+>"
+    r"|<(?:unk|pad|bos|eos)>|\[(?:UNK|PAD|MASK|CLS|SEP)\]|<(?:reserved|unused)_?\w*\d+>"
+    r"|_c?(?:assistant|user|system)_|^(?:assistant|im_start|im_end)$",
+    re.MULTILINE,
+)
+
+
+def _role(text: str) -> str | None:
+    """Find control and role tokens that belong to the template, not to the answer."""
+    found = _ROLE.search(_FENCED.sub(" ", text))
+    return f"the control token {found[0]!r} leaked into the text" if found else None
+
+
+def _broken(text: str) -> str | None:
+    """Find replacement and other characters that no text holds; one may be a cut-off at the end."""
+    odd = [
+        c
+        for c in text
+        if c == "\ufffd"
+        or (unicodedata.category(c) in ("Cc", "Co", "Cn", "Cs") and c not in _BLANK)
+    ]
+    if len(odd) < 2 and not (odd and len(text) < 20):
+        return None
+    return f"{len(odd)} characters that belong to no text, such as U+{ord(odd[0]):04X}"
+
+
+_BLANK = "\n\r\t\f\v"
+_RUN = re.compile(r"([^\W\d_])\1{9,}|([!?？！,;:'\"@$%^&+\\/])\2{7,}")  # noqa: RUF001
+_RULER = re.compile(r"[-=_*#.~|:+─━═—·•\s]{3,}")
+"""Lines of Markdown and of tables."""
+
+
+def _run(text: str) -> str | None:
+    """Find one character over and over."""
+    bare = "".join(text.split())
+    if len(bare) >= 4 and len(set(bare)) == 1:
+        return f"nothing but {len(bare)} times {bare[0]!r}"
+    found = _RUN.search(text)
+    return f"the character {found[0][0]!r} {len(found[0])} times in a row" if found else None
+
+
+def _wordless(text: str) -> str | None:
+    """Find text that is hardly letters or digits."""
+    bare = _RULER.sub("", text)
+    meant = sum(c.isalnum() or unicodedata.category(c)[0] == "M" for c in bare)
+    if meant == 0 or (len(bare) >= 20 and meant < 0.3 * len(bare)):
+        return f"{meant} letters and digits among {len(text)} characters"
+    return None
+
+
+_GLUED = re.compile(r"([^\W\d_]{3,12}?)\1{2,}", re.IGNORECASE)
+LONG_WORD = 70
+"""Letters: the longest words of real languages that put spaces between them."""
+
+
+def _glued(text: str) -> str | None:
+    """Find words that are pieces stuck together."""
+    plain = _FENCED.sub(" ", text)
+    found = _GLUED.search(plain)
+    if found and found[1].isascii():
+        return f"the piece {found[1]!r} stuck together {len(found[0]) // len(found[1])} times"
+    for word in re.findall(rf"[A-Za-z\u00c0-\u024f]{{{LONG_WORD},}}", plain):
+        return f"a word of {len(word)} letters"
+    return None
+
+
+def _whole_twice(text: str) -> str | None:
+    """Find text that is one piece of it twice or more often, from end to end."""
+    part = f"{' '.join(text.split())} "[:1200]
+    length = len(part)
+    if length < 24 or not any(c.isalpha() for c in part):
+        return None
+    for period in range(8, length // 2 + 1):
+        if all(map(eq, part, part[period:])):
+            return f"a piece of {period} characters repeated from end to end"
+    return None
+
+
+def _tail(text: str) -> str | None:
+    """Find a loop that the text ends in: one piece five times or more, 60 characters or more."""
+    flat = " ".join(text.split())[-1500:]
+    for period in range(1, len(flat) // 5 + 1):
+        piece = flat[-period:]
+        times = 1
+        while flat.endswith(piece * (times + 1)):
+            times += 1
+        if times >= 5 and times * period >= 60 and _RULER.sub("", piece):
+            return f"it ends in {times} times {piece.strip()[:40]!r}"
+    return None
+
+
+def _words(text: str) -> list[str]:
+    folded = text.casefold()
+    return [folded[a:b] for a, b in tokens(folded)]
+
+
+def _few_words(text: str) -> str | None:
+    """Find long text of few different words, or of few different sequences of four."""
+    words = _words(text)
+    if len(words) < 40:
+        return None
+    fours = list(zip(words, words[1:], words[2:], words[3:], strict=False))
+    share, of_words = len(set(fours)) / len(fours), len(set(words)) / min(len(words), 300)
+    if share < 0.3 or of_words < 0.12:
+        return f"{len(set(words))} different words among {len(words)}"
+    return None
+
+
+def _pieces(text: str) -> str | None:
+    """Find text of few different sequences of four letters, which needs no word borders."""
+    letters = "".join(c for c in _without_rows(text).casefold() if c.isalpha())[:600]
+    if len(letters) < 32:
+        return None
+    fours = [letters[i : i + 4] for i in range(len(letters) - 3)]
+    share = len(set(fours)) / len(fours)
+    return f"{share:.0%} of its letter sequences are different" if share < 0.4 else None
+
+
+def _without_rows(text: str) -> str:
+    """Leave out lines of code and of tables that differ from an earlier one in numbers alone."""
+    seen: set[str] = set()
+    kept: list[str] = []
+    for line in text.splitlines():
+        marks = sum(not (c.isalnum() or c.isspace()) for c in line)
+        form = re.sub(r"\d+", "0", line)
+        if marks < 0.2 * len(line) or form not in seen:
+            kept.append(line)
+        seen.add(form)
+    return "\n".join(kept)
+
+
+def _flat(text: str) -> str | None:
+    """Find text that packs too well, or whose characters are too few different ones."""
+    data = text.encode()
+    if len(data) >= 300 and (ratio := len(data) / len(zlib.compress(data, 9))) > 5:
+        return f"it packs {ratio:.1f} times"
+    bare = [c for c in _RULER.sub("", text) if not c.isspace()]
+    if len(bare) >= 40 and (bits := entropy(bare)) < 2.2:
+        return f"{bits:.1f} bits of entropy a character"
+    return None
+
+
+def entropy(symbols: list[str]) -> float:
+    """Give the Shannon entropy of single symbols, in bits."""
+    total = len(symbols)
+    return -sum(n / total * math.log2(n / total) for n in Counter(symbols).values())
+
+
+_EAST = {"CJK", "HIRAGANA", "KATAKANA", "HANGUL", "BOPOMOFO", "IDEOGRAPHIC", "FULLWIDTH"}
+_SHARED = {"MODIFIER", "MICRO", "FEMININE", "MASCULINE", "DOUBLE-STRUCK", "MATHEMATICAL", "SCRIPT"}
+
+
+def _script(char: str) -> str | None:
+    """Name a letter's script; the East Asian ones, which are written together, count as one."""
+    if char.isascii():
+        return "LATIN" if char.isalpha() else None
+    if not char.isalpha():
+        return None
+    name = unicodedata.name(char, "UNKNOWN").split()[0]
+    if name in _SHARED:
+        return None
+    return "CJK" if name in _EAST else name
+
+
+def _scripts(text: str) -> str | None:
+    """Find words of several scripts, and texts of four or more."""
+    letters = Counter(filter(None, map(_script, text)))
+    total = letters.total()
+    if total < 12:
+        return None
+    common = [name for name, n in letters.items() if n >= max(2, 0.02 * total)]
+    if len(common) >= 4:
+        return f"letters of {len(common)} scripts: {', '.join(sorted(common)).lower()}"
+    words = re.findall(r"[^\W\d_]{2,}", text)
+    mixed = [w for w in words if _mixed(w)]
+    if len(mixed) >= 2 and len(mixed) >= 0.05 * len(words):
+        return f"{len(mixed)} words of several scripts, such as {mixed[0][:30]!r}"
+    return None
+
+
+def _mixed(word: str) -> bool:
+    """Whether a word mixes alphabets; a Greek letter beside Latin ones is a unit or a formula."""
+    scripts = Counter(filter(None, map(_script, word)))
+    if scripts.get("GREEK", 0) == 1:
+        del scripts["GREEK"]
+    scripts.pop("CJK", None)
+    return len(scripts) >= 2
+
+
+_RULES: dict[str, Callable[[str], str | None]] = {
+    "control-token": _role,
+    "broken-characters": _broken,
+    "one-character": _run,
+    "no-words": _wordless,
+    "stuck-together": _glued,
+    "repeated-whole": _whole_twice,
+    "ends-in-a-loop": _tail,
+    "few-words": _few_words,
+    "few-pieces": _pieces,
+    "collapsed": _flat,
+    "mixed-scripts": _scripts,
+}
+RULES = ("empty", *_RULES)

@@ -1,0 +1,106 @@
+"""Golden values: what a proven server makes of the fixed texts, kept in git beside the recipes.
+
+One file for a set of weights and a type of KV cache: `golden/<weights16>-<kv>.json`. The digest is
+over the weights' content, so that two recipes that serve the same files share it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from bakehouse.base import digest, to_json
+from bakehouse.errors import HostError, LockError
+from bakehouse.lock import Lock
+from bakehouse.probe.types import Golden, Known
+from bakehouse.recipe.model import Recipe
+
+
+def weights16(lock: Lock) -> str:
+    """Give the first 16 hex digits of the digest over the model's files, by size and sha256.
+
+    The drafter and the projector do not count: they change no probability of a text.
+    """
+    return digest(sorted([file.size, file.sha256] for file in lock.weights["model"].files))[:16]
+
+
+def known_of(recipe: Recipe, lock: Lock, folder: Path, identity: str = "") -> Known:
+    """Give what is known of a recipe's model; `folder` is where the recipe lies.
+
+    `identity` is the digest of the server as it was started, where there is one.
+    """
+    return Known(
+        weights16=weights16(lock),
+        kv_cache=recipe.serve.kv_cache or ("f16" if recipe.engine == "llama.cpp" else "auto"),
+        backend=backend_of(recipe),
+        identity=identity,
+        goldens=folder / "golden",
+    )
+
+
+def backend_of(recipe: Recipe) -> str:
+    """Name what computes: two backends round differently."""
+    if recipe.build is None:
+        return recipe.engine
+    on = (name for name in BACKENDS if recipe.build.cmake.get(f"GGML_{name.upper()}") is True)
+    return "cuda" if recipe.build.cuda else next(on, "cpu")
+
+
+BACKENDS = ("cuda", "hip", "vulkan", "sycl", "metal")
+
+
+def golden_path(known: Known) -> Path:
+    """Where the golden values of these weights lie."""
+    kv = "".join(c if c.isalnum() or c in "_-" else "-" for c in known.kv_cache)
+    return known.goldens / f"{known.weights16}-{kv}.json"
+
+
+def read_golden(known: Known | None) -> Golden | None:
+    """Read the golden values; None where there are none yet. Raises LockError."""
+    if known is None:
+        return None
+    path = golden_path(known)
+    try:
+        golden = Golden.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise HostError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise LockError(
+            f"these are no golden values: {first['msg']}{f' at {place}' if place else ''}",
+            where=str(path),
+            hint="restore the file from git, or remove it and run probe --accept-golden",
+            id="golden",
+        ) from error
+    if (golden.weights16, golden.kv_cache) != (known.weights16, known.kv_cache):
+        raise LockError(
+            f"these golden values belong to {golden.weights16}-{golden.kv_cache}",
+            where=str(path),
+            hint="restore the file from git, or remove it and run probe --accept-golden",
+            id="golden",
+        )
+    return golden
+
+
+_LIST = re.compile(r"\[\s+([^][{}]*?)\s+\]")
+"""A list of numbers in indented JSON."""
+
+
+def _on_one_line(found: re.Match[str]) -> str:
+    return f"[{' '.join(found[1].split())}]"
+
+
+def write_golden(known: Known, golden: Golden) -> Path:
+    """Write golden values; an older file is replaced. Raises HostError."""
+    path = golden_path(known)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_LIST.sub(_on_one_line, to_json(golden)))
+    except OSError as error:
+        raise HostError(f"cannot be written: {error.strerror}", where=str(path)) from error
+    return path

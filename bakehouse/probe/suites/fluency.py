@@ -1,0 +1,124 @@
+"""The suite `fluency`: a text of some length is judged for degenerate output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bakehouse.checks import check
+from bakehouse.probe.ask import Asker, larger_budget
+from bakehouse.probe.fluent import flaws
+from bakehouse.probe.judge import never_started
+from bakehouse.probe.reply import Said, split_thoughts
+from bakehouse.probe.suite import Suite
+from bakehouse.probe.talk import Talk
+from bakehouse.probe.text import tokens
+from bakehouse.probe.types import Given, SuiteProof
+from bakehouse.recipe.gate import Question
+from bakehouse.records.model import Answer, SuiteVerdict
+
+TASKS = (
+    "Write a short paragraph about the sea.",
+    "Explain in a few sentences how bread is made.",
+    "Tell a very short story about a fox and a well.",
+    "Describe a walk through a quiet town in winter.",
+)
+BEGUN = (
+    "The sea was calm that morning, and",
+    "To make bread, you first",
+    "A fox came to a well one evening and",
+    "In winter the town was quiet, and",
+)
+"""For a model that goes on with texts."""
+ENOUGH = 5
+"""So many words a text that was asked for must have."""
+
+
+@dataclass(frozen=True)
+class Wrote:
+    """What was written for one task, with a budget of `asked` tokens."""
+
+    task: str
+    said: Said
+    asked: int
+
+
+def ask(talk: Talk, given: Given) -> tuple[Wrote, ...]:
+    """Let texts be written; once more with more room where the budget ended before any."""
+    wanted = given.probe.fluency
+    asker = Asker(talk, given.probe.request)
+    wrote: list[Wrote] = []
+    with talk.progress.bar("probe", "texts") as bar:
+        for task in (TASKS if wanted.mode == "chat" else BEGUN)[: wanted.texts]:
+            question = Question(ask=task, answers=("any text",), mode=wanted.mode)
+            wrote.append(_write(asker, question, wanted.max_tokens, given))
+            bar.update(len(wrote), wanted.texts, "fluency")
+            if wrote[-1].said.lost:
+                break
+    return tuple(wrote)
+
+
+def _write(asker: Asker, question: Question, budget: int, given: Given) -> Wrote:
+    task = question.ask
+    said = asker.ask(question, budget)
+    larger = larger_budget(budget, given.endpoint.context)
+    if said.problem or _text(said).strip() or not larger or not never_started(said, "", budget):
+        return Wrote(task, said, budget)
+    return Wrote(task, asker.ask(question, larger), larger)
+
+
+def _text(said: Said) -> str:
+    """What was written: the answer, else the thoughts, which must be as fluent."""
+    answer, thoughts = split_thoughts(said.content)
+    return answer if answer.strip() else said.reasoning or thoughts
+
+
+def judge(wrote: tuple[Wrote, ...], given: Given) -> SuiteProof:
+    """Judge the form of all texts."""
+    answers = tuple(judged(one, given.probe.fluency.mode) for one in wrote)
+    bad = [a for a in answers if a.verdict == "wrong"]
+    mute = [a for a in answers if a.verdict in ("never started", "unanswered")]
+    first = (bad or mute or list(answers))[0]
+    text = " ".join((first.content or first.reasoning).split())
+    ok = False if bad else (None if mute else True)
+    shown = f'"{text[:160]}"' if text else f"nothing in answer to {first.question!r}"
+    form = check("probe.fluency", "fluent text", first.why, shown, ok=ok)
+    verdict: SuiteVerdict = "true"
+    summary = f"{len(answers)} text{'s' if len(answers) > 1 else ''} well formed"
+    hint = None
+    if bad:
+        verdict, summary = "wrong", f"degenerate text: {first.why}"
+    elif mute:
+        verdict = "unstable" if first.verdict == "unanswered" else "never started"
+        summary = first.why
+        hint = "look at the server's log for what it made of the request"
+        if verdict == "never started":
+            hint = "set probe.request.reasoning_effort: low, or raise probe.fluency.max_tokens"
+    return SuiteProof(
+        "fluency", verdict, summary, (form,), answers,
+        {"texts": len(answers), "words": [len(tokens(a.content)) for a in answers]},
+        hint=hint, lost=any(one.said.lost for one in wrote),
+    )  # fmt: skip
+
+
+def judged(wrote: Wrote, mode: str = "chat") -> Answer:
+    """Judge one text."""
+    said, verdict, why = wrote.said, "right", ""
+    text = _text(said)
+    if said.problem is not None:
+        verdict, why = "unanswered", said.problem
+    elif not text.strip() and never_started(said, "", wrote.asked):
+        verdict, why = "never started", f"{wrote.asked} tokens ended before any text"
+    elif found := flaws(text):
+        verdict, why = "wrong", "; ".join(flaw.what for flaw in found)
+    elif (words := len(tokens(text))) < ENOUGH:
+        verdict, why = "wrong", f"{words} words where a paragraph was asked for"
+    else:
+        why = f"{words} words"
+    return Answer(
+        question=wrote.task, mode=mode, wanted=("fluent text",), content=said.content,
+        reasoning=said.reasoning, finish_reason=said.finish_reason, verdict=verdict, why=why,
+        tokens=said.tokens, seconds=round(said.seconds, 3), http_status=said.http_status,
+    )  # fmt: skip
+
+
+SUITE = Suite("fluency", ask, judge)

@@ -1,0 +1,198 @@
+"""The suite `likelihood`: how likely the model finds fixed texts, in nats per token.
+
+A server that answers simple questions may still be wrong: what a corrupted matrix, a wrong norm or
+a wrong kernel does shows in the probabilities long before it shows in an answer. The mean negative
+log-likelihood is held against a ceiling and, two-sided, against the golden value of these weights;
+two-sided, because a corruption may lower the mean as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from bakehouse.base import digest
+from bakehouse.checks import Check, check
+from bakehouse.probe.golden import golden_path
+from bakehouse.probe.score import Scored, score_text
+from bakehouse.probe.suite import Suite
+from bakehouse.probe.talk import Talk
+from bakehouse.probe.types import Given, Golden, SuiteProof
+from bakehouse.records.model import SuiteVerdict
+
+DATA = Path(__file__).parents[1] / "texts.yaml"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far a server may be from its golden values, in nats per token."""
+
+    mean: float
+    """The mean over all tokens, either way."""
+    spread: float
+    """The mean of the absolute differences of single tokens."""
+
+
+SAME_SERVER = Bound(mean=0.004, spread=0.02)
+"""The very server that the golden values are of: build, command and machine. Threads, batch sizes,
+repacking and slots change nothing at all in one sequence that is decoded token by token."""
+SAME_BACKEND = Bound(mean=0.02, spread=0.08)
+"""Another build, other flags (flash attention) or another CPU: it rounds differently, and weights
+quantised to 4 bits with activations to 8 make much of that."""
+OTHER_BACKEND = Bound(mean=0.03, spread=0.12)
+"""Each type of KV cache has golden values of its own, so that its noise plays no part here."""
+
+
+@cache
+def texts() -> dict[str, str]:
+    """Give the texts by name."""
+    from ruamel.yaml import YAML  # only a probe needs it
+
+    loaded: dict[str, str] = YAML(typ="safe", pure=True).load(DATA)
+    return loaded
+
+
+def data_digest() -> str:
+    """Give the digest over the texts, 16 hex digits."""
+    return digest(texts())[:16]
+
+
+def ask(talk: Talk, given: Given) -> dict[str, Scored]:
+    """Score all texts; after one that brought nothing the rest would bring nothing either."""
+    del given  # what is asked does not depend on it
+    scored: dict[str, Scored] = {}
+    with talk.progress.bar("probe", "texts") as bar:
+        for name, text in texts().items():
+            scored[name] = score_text(talk, text)
+            bar.update(len(scored), len(texts()), "likelihood")
+            if scored[name].trouble:
+                break
+    return scored
+
+
+def judge(scored: Mapping[str, Scored], given: Given) -> SuiteProof:
+    """Judge the log-probabilities of all texts."""
+    for name, one in scored.items():
+        if one.trouble:
+            return _no_numbers(name, one)
+    means = {name: _mean(one.logprobs) for name, one in scored.items()}
+    every = [number for one in scored.values() for number in one.logprobs]
+    mean = _mean(every)
+    figures = {
+        "nats_per_token": round(mean, 5), "scored_tokens": len(every),
+        "texts": {name: round(value, 5) for name, value in means.items()},
+        "how": next(iter(scored.values())).how,
+    }  # fmt: skip
+    ceiling = given.probe.likelihood.ceiling
+    where = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
+    checks = [
+        check(
+            "probe.likelihood", f"at most {ceiling:g} nats a token",
+            f"{mean:.4f} nats a token over {len(every)} tokens", where, ok=mean <= ceiling,
+        )
+    ]  # fmt: skip
+    if given.golden is None or given.golden.data != data_digest():
+        why = (
+            "no golden value yet" if given.golden is None else "its golden value is of other texts"
+        )
+        return _proof(checks, f"{mean:.3f} nats a token, {why}", figures)
+    against, told = _against(scored, given.golden, given)
+    figures["golden"] = told
+    summary = f"{mean:.3f} nats a token"
+    if "difference" in told:
+        summary += f" ({told['difference']:+.4f} from the golden value)"
+    return _proof([*checks, *against], summary, figures)
+
+
+def _proof(checks: list[Check], summary: str, figures: dict[str, object]) -> SuiteProof:
+    failed = [c for c in checks if not c.passed]
+    verdict: SuiteVerdict = "true" if len(checks) > 1 else "true (provisional)"
+    hint = None
+    if failed:
+        verdict = "wrong"
+        summary = f"{summary}; expected {failed[0].expected}"
+        hint = (
+            "its probabilities are not those of this model as it was proven: suspect the build, "
+            "the weights' files, and flags that change numbers (KV cache, RoPE, attention)"
+        )
+    return SuiteProof("likelihood", verdict, summary, tuple(checks), figures=figures, hint=hint)
+
+
+def bound_for(golden: Golden, given: Given) -> Bound:
+    """Give what the recipe says, else what was measured for the cause of the noise."""
+    wanted = given.probe.likelihood
+    known = given.known
+    measured = SAME_BACKEND
+    if known and known.identity and known.identity == golden.identity:
+        measured = SAME_SERVER
+    elif known and known.backend != golden.backend:
+        measured = OTHER_BACKEND
+    return Bound(wanted.tolerance or measured.mean, wanted.spread or measured.spread)
+
+
+def _against(
+    scored: Mapping[str, Scored], golden: Golden, given: Given
+) -> tuple[list[Check], dict[str, float]]:
+    """Hold the scores against the golden ones: the same tokens, the mean, and each token."""
+    where = golden_path(given.known).name if given.known else "golden values"
+    other = [
+        name
+        for name, one in scored.items()
+        if name not in golden.texts or golden.texts[name].tokens != one.tokens
+    ]
+    tokens = check(
+        "probe.likelihood.tokens", "the texts split into the same tokens as golden",
+        f"other tokens in {', '.join(other)}" if other else "the same", where, ok=not other,
+    )  # fmt: skip
+    if other:
+        return [tokens], {}
+    pairs = [
+        (was, now)
+        for name, one in scored.items()
+        for was, now in zip(golden.texts[name].logprobs, one.logprobs, strict=True)
+    ]
+    difference = _mean([now for _, now in pairs]) - _mean([was for was, _ in pairs])
+    spread = math.fsum(abs(now - was) for was, now in pairs) / len(pairs)
+    bound = bound_for(golden, given)
+    wanted = _mean([was for was, _ in pairs])
+    checks = [
+        tokens,
+        check(
+            "probe.likelihood.golden", f"{wanted:.4f} nats a token, give or take {bound.mean:g}",
+            f"{wanted + difference:.4f} ({difference:+.4f})", where,
+            ok=abs(difference) <= bound.mean,
+        ),
+        check(
+            "probe.likelihood.spread",
+            f"single tokens at most {bound.spread:g} nats from golden on average",
+            f"{spread:.4f} nats", where, ok=spread <= bound.spread,
+        ),
+    ]  # fmt: skip
+    return checks, {"difference": round(difference, 5), "spread": round(spread, 5)}
+
+
+def _no_numbers(name: str, one: Scored) -> SuiteProof:
+    """Name why there are no numbers: wrong ones, no capability, or no answer."""
+    said = f"text '{name}': {one.problem}"
+    ok = False if one.trouble == "numbers" else None
+    failed = check("probe.likelihood", "a probability for each token", said, name, ok=ok)
+    verdicts: dict[str, SuiteVerdict] = {"numbers": "wrong", "unable": "unable"}
+    hints = {
+        "numbers": "the engine computes no numbers: suspect NaN in weights, kernels or KV cache",
+        "unable": "the engine gives no probabilities; leave likelihood out of probe.suites",
+    }
+    return SuiteProof(
+        "likelihood", verdicts.get(one.trouble or "", "unstable"), said, (failed,),
+        hint=hints.get(one.trouble or "", "look at the server's log"), lost=one.trouble == "lost",
+    )  # fmt: skip
+
+
+def _mean(logprobs: list[float] | tuple[float, ...]) -> float:
+    """Give the mean negative log-likelihood, in nats."""
+    return -math.fsum(logprobs) / len(logprobs)
+
+
+SUITE = Suite("likelihood", ask, judge)

@@ -1,0 +1,129 @@
+"""The suite `reference`: the same greedy tokens, with the same probabilities, as a reference run.
+
+The reference run belongs to the golden values of the weights, whichever backend or build made it.
+The server is given the reference's own tokens, so that one near-tie that falls the other way does
+not make the rest incomparable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from bakehouse.checks import check
+from bakehouse.probe.golden import golden_path
+from bakehouse.probe.score import Scored, Top, score_tokens
+from bakehouse.probe.suite import Suite
+from bakehouse.probe.talk import Talk
+from bakehouse.probe.types import Given, Golden, GoldenPlace, SuiteProof
+
+PROMPT = "In the morning the baker opened the shop, and the first thing that he did was"
+PLACES = 48
+"""Tokens of the reference run."""
+TOP = 10
+"""Likeliest tokens that are kept and compared at each place."""
+
+
+def ask(talk: Talk, given: Given) -> Scored | None:
+    """Score the tokens of the reference run; None where there is none."""
+    golden = given.golden
+    if golden is None or not golden.places:
+        return None
+    chosen = [place.tokens[0] for place in golden.places]
+    return score_tokens(talk, [*golden.prompt, *chosen], top=TOP)
+
+
+def judge(scored: Scored | None, given: Given) -> SuiteProof:
+    """Hold each place against the reference: the likeliest token, and the divergence."""
+    golden = given.golden
+    if scored is None or golden is None:
+        return _unable(
+            "there is no reference run of these weights",
+            "invoke probe --recipe NAME --accept-golden keeps one, of a server that is proven",
+        )
+    if scored.trouble:
+        return _troubled(scored)
+    return _compare(scored.top[-len(golden.places) :], golden, given)
+
+
+def _compare(tops: tuple[Top, ...], golden: Golden, given: Given) -> SuiteProof:
+    wanted = given.probe.reference
+    where = golden_path(given.known).name if given.known else "reference run"
+    pairs = list(zip(golden.places, tops, strict=True))
+    other = [i for i, (was, now) in enumerate(pairs) if not now or now[0][0] != was.tokens[0]]
+    agreement = 1 - len(other) / len(pairs)
+    divergences = [divergence(was, dict(now)) for was, now in pairs]
+    mean = math.fsum(divergences) / len(divergences)
+    checks = (
+        check(
+            "probe.reference.tokens",
+            f"the reference's token at {wanted.agreement:.0%} of {len(pairs)} places",
+            f"{agreement:.0%}" + (f", the first other one at place {other[0]}" if other else ""),
+            where, ok=agreement >= wanted.agreement,
+        ),
+        check(
+            "probe.reference", f"at most {wanted.divergence:g} nats from the reference",
+            f"{mean:.5f} nats, at most {max(divergences):.4f} at one place", where,
+            ok=mean <= wanted.divergence,
+        ),
+    )  # fmt: skip
+    good = all(c.passed for c in checks)
+    return SuiteProof(
+        "reference", "true" if good else "wrong",
+        f"{agreement:.0%} of {len(pairs)} tokens as in the reference run, {mean:.4f} nats apart",
+        checks,
+        figures={
+            "agreement": round(agreement, 4), "divergence_nats": round(mean, 6),
+            "worst_divergence_nats": round(max(divergences), 5), "places": len(pairs),
+        },
+        hint=None if good else "suspect the build, the backend, and flags that change numbers",
+    )  # fmt: skip
+
+
+def divergence(was: GoldenPlace, now: Mapping[int, float]) -> float:
+    """Give the Kullback-Leibler divergence of one place from its reference, in nats.
+
+    Over the reference's likeliest tokens, with all other tokens as one. A token that the server
+    does not name among its likeliest is taken to be as likely as the last of those.
+    """
+    least = min(now.values(), default=-50.0)
+    reference = dict(zip(was.tokens, was.logprobs, strict=True))
+    here = {token: now.get(token, least) for token in reference}
+    rest_was = max(1e-6, 1 - math.fsum(math.exp(p) for p in reference.values()))
+    rest_here = max(1e-6, 1 - math.fsum(math.exp(p) for p in here.values()))
+    total = math.fsum(math.exp(p) * (p - here[token]) for token, p in reference.items())
+    return max(0.0, total + rest_was * math.log(rest_was / rest_here))
+
+
+def places_of(scored: Scored, count: int) -> tuple[GoldenPlace, ...]:
+    """Give the last `count` places of a run, each with its own token first."""
+    places = []
+    own = list(zip(scored.tokens[1:], scored.logprobs, scored.top, strict=True))[-count:]
+    for token, logprob, top in own:
+        pairs = [(token, logprob), *((t, p) for t, p in top if t != token)][:TOP]
+        places.append(
+            GoldenPlace(
+                tokens=tuple(t for t, _ in pairs), logprobs=tuple(round(p, 4) for _, p in pairs)
+            )
+        )
+    return tuple(places)
+
+
+def _unable(why: str, hint: str) -> SuiteProof:
+    unknown = check("probe.reference", "a reference run", None, why, ok=None)
+    return SuiteProof("reference", "unable", why, (unknown,), hint=hint)
+
+
+def _troubled(scored: Scored) -> SuiteProof:
+    if scored.trouble == "unable":
+        return _unable(scored.problem or "", "leave reference out of probe.suites")
+    ok = False if scored.trouble == "numbers" else None
+    failed = check("probe.reference", "probabilities", scored.problem, "tokens", ok=ok)
+    verdict = "wrong" if scored.trouble == "numbers" else "unstable"
+    return SuiteProof(
+        "reference", "wrong" if verdict == "wrong" else "unstable", scored.problem or "",
+        (failed,), hint="look at the server's log", lost=scored.trouble == "lost",
+    )  # fmt: skip
+
+
+SUITE = Suite("reference", ask, judge)
