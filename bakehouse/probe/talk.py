@@ -53,6 +53,7 @@ class Patience:
 
 
 PATIENT = Patience()
+TEXT_S = 10.0
 
 _BROKEN = ("connection", "the answer was cut off")
 """How the HTTP port's reasons begin where a connection was made and then lost."""
@@ -81,6 +82,18 @@ class Talk:
     def get(self, path: str) -> Told:
         """Ask for a document; see `post`."""
         return self._patiently("GET", path, None, 0)
+
+    def text(self, path: str) -> str | None:
+        """Ask once for a document that is no JSON; None where there is none to be had."""
+        url = self.endpoint.url.rstrip("/") + path
+        try:
+            reply = self._http.ask(
+                "GET", url, headers=self.endpoint.headers, timeout=TEXT_S,
+                max_bytes=self._patience.max_bytes,
+            )  # fmt: skip
+        except Unreachable:
+            return None
+        return reply.text if reply.status == 200 else None
 
     def post(self, path: str, body: Mapping[str, Any], *, tokens: int = 0) -> Told:
         """Send a document; busy servers and broken connections are tried again, within bounds.

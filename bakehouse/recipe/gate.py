@@ -13,7 +13,7 @@ from bakehouse.base import Frozen
 from bakehouse.recipe.fields import Answer
 from bakehouse.recipe.scalars import Filled, Flag, Misplaced, Number, Whole
 
-SuiteName = Literal["facts", "fluency", "likelihood", "reference"]
+SuiteName = Literal["facts", "fluency", "likelihood", "reference", "speculation", "vision"]
 SUITES: tuple[SuiteName, ...] = get_args(SuiteName)
 
 
@@ -94,6 +94,41 @@ class Reference(Frozen):
     """Mean Kullback-Leibler divergence from the reference that is borne, in nats."""
 
 
+class Speculation(Frozen):
+    """The suite that watches speculative decoding at work, and holds it against decoding alone."""
+
+    min_acceptance: Annotated[Number, Field(ge=0, le=1)] | None = None
+    """Share of the draft tokens that has to be accepted; by default any at all."""
+    max_acceptance: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    """Share above which acceptance is not believed: no drafter is that good."""
+    near_tie: Annotated[Number, Field(gt=0)] = 0.25
+    """Nats. Two tokens this close may change places with the size of a batch."""
+    loss: Annotated[Number, Field(gt=0)] = 0.02
+    """Nats a token. How much likelier greedy decoding alone may be, in the mean."""
+    max_tokens: Annotated[Whole, Field(ge=8, le=512)] = 64
+    """For a text that n-gram modes can draft; half as many for a new sentence."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min_acceptance is not None and self.min_acceptance > self.max_acceptance:
+            raise Misplaced(
+                f"min_acceptance {self.min_acceptance:g} is above "
+                f"max_acceptance {self.max_acceptance:g}",
+                "min_acceptance",
+                about=("min_acceptance", "max_acceptance"),
+            )
+        return self
+
+
+class Vision(Frozen):
+    """The suite that shows images, made when it runs, and asks what is on them."""
+
+    distance: Annotated[Whole, Field(ge=0)] = 0
+    """Levenshtein distance, in characters, at which a printed line still counts as read."""
+    seed: Annotated[Whole, Field(ge=0)] | None = None
+    """What the images are made from; by default another one each time, kept in the record."""
+
+
 class LongContext(Frozen):
     """The suite that hides a fact in a long prompt and asks for it."""
 
@@ -130,6 +165,8 @@ class Probe(Frozen):
     fluency: Fluency = Fluency()
     likelihood: Likelihood = Likelihood()
     reference: Reference = Reference()
+    speculation: Speculation = Speculation()
+    vision: Vision = Vision()
     context: LongContext = LongContext()
     determinism: Determinism = Determinism()
     concurrency: Concurrency = Concurrency()

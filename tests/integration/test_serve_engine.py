@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bakehouse.context import Context
-from bakehouse.engines.llamacpp import evidence
+from bakehouse.engines.counters import read_counters
 from bakehouse.errors import NotHealthy
 from bakehouse.probe.prove import prove
 from bakehouse.recipe.gate import Probe
@@ -78,7 +78,9 @@ def test_it_is_served_proven_and_proven_again(
     models = context.http.ask("GET", f"{ready.server.url}/v1/models").json()
     assert models["data"][0]["id"] == "fake"  # the name, and not the nonce, is the model's id
     metrics = context.http.ask("GET", f"{ready.server.url}/metrics").text
-    assert evidence.metrics(metrics)["llamacpp:tokens_predicted_total"] > 0
+    counted = read_counters(metrics)
+    assert counted is not None
+    assert counted.generated
     again = bring_up(context, wanted, questions, notes)
     assert again.again
     assert again.server.process == ready.server.process
@@ -99,7 +101,17 @@ def test_speculation_without_a_drafter_is_seen(
 ) -> None:
     with pytest.raises(NotHealthy):
         bring_up(context, real("--spec-type", "draft-simple"), agree, notes)
-    assert [c.id for c in notes.seen if not c.passed] == ["speculation"]
+    [missing] = [c for c in notes.seen if not c.passed]
+    assert missing.id == "speculation"
+    assert "draft-simple without -md" in missing.observed
+
+
+def test_a_drafter_without_a_mode_is_seen(
+    context: Context, notes: Notes, real: Callable[..., Order], smollm2: Path
+) -> None:
+    with pytest.raises(NotHealthy) as caught:
+        bring_up(context, real("-md", str(smollm2)), agree, notes)
+    assert "-md without --spec-type" in caught.value.what
 
 
 def test_layers_on_a_gpu_that_is_not_there(

@@ -50,19 +50,6 @@ def is_router(models: Any, props: Any) -> bool:
     return isinstance(models, Mapping) and models.get("data") == []
 
 
-def metrics(text: str) -> dict[str, float]:
-    """Read the samples of a Prometheus text without labels: name to value."""
-    found: dict[str, float] = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(" ")
-        if name and not name.startswith("#"):
-            try:
-                found[name] = float(value)
-            except ValueError:
-                continue
-    return found
-
-
 def stage(line: str) -> str | None:
     """Give what a log line says about loading, in words; None for every other line."""
     if "model loaded" in line:
@@ -119,6 +106,8 @@ def _optional(
     if asked.speculation:
         states = [s.get("speculative") for s in slots]
         seen = None if not states or None in states else ", ".join(map(str, states)).lower()
+        if seen and asked.speculation_lacks:
+            seen = f"{seen}: {asked.speculation_lacks}"
         checks.append(
             check("speculation", f"{asked.speculation} on in every slot", seen,
                   "GET /slots speculative", ok=all(s is True for s in states))

@@ -7,7 +7,7 @@ silently move the server away from where it is proven.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bakehouse.base import Frozen
 from bakehouse.errors import RecipeError
@@ -177,6 +177,8 @@ class Features(Frozen):
     chat: bool = False
     multimodal: bool = False
     speculation: str | None = None
+    speculation_lacks: str | None = None
+    """What the command lacks, where the engine would then serve without speculating."""
     gpu_layers: int | None = None
     """At least so many layers on the GPU, or all of the model's where it has fewer."""
     flash_attn: str | None = None
@@ -188,11 +190,7 @@ def features(recipe: Recipe, lock: Lock, command: Sequence[str], model_path: str
     """Derive what to expect, from the recipe's keys and from the command itself, which is wider."""
     given = {flag: value for flag, value in flags(command) if value is not None}
     questions = recipe.probe.facts.questions
-    spec = recipe.serve.speculation or given.get("--spec-type")
-    if not spec and given.keys() & {"-md", "--model-draft", "--spec-draft-model"}:
-        spec = "draft"
-    if spec and all(part == "none" for part in spec.split(",")):
-        spec = None
+    spec = speculation(recipe, given)
     attention = recipe.serve.flash_attn or given.get("-fa") or given.get("--flash-attn")
     return Features(
         name=recipe.name,
@@ -203,10 +201,37 @@ def features(recipe: Recipe, lock: Lock, command: Sequence[str], model_path: str
         chat=questions is None or any(q.mode == "chat" for q in questions),
         multimodal=recipe.weights.projector is not None,
         speculation=spec,
+        speculation_lacks=_lacks(spec, given) if spec else None,
         gpu_layers=_layers(recipe, given),
         flash_attn=attention if attention in {"on", "off"} else None,
         key=recipe.serve.api_key is not None,
     )
+
+
+DRAFT_FLAGS = frozenset({"-md", "--model-draft", "--spec-draft-model"})
+WITH_DRAFTER = frozenset({"draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark"})
+"""Modes that draft with a model in a file of its own."""
+
+
+def speculation(recipe: Recipe, given: Mapping[str, str]) -> str | None:
+    """Give the speculation that a recipe or its command asks for; None for none."""
+    spec = recipe.serve.speculation or given.get("--spec-type")
+    if not spec and given.keys() & DRAFT_FLAGS:
+        spec = "draft"
+    return None if not spec or all(part == "none" for part in spec.split(",")) else spec
+
+
+def _lacks(spec: str, given: Mapping[str, str]) -> str | None:
+    """Say what a command lacks; a drafter's file may name its own mode, so this is no refusal."""
+    drafter = bool(given.keys() & DRAFT_FLAGS)
+    if drafter and "--spec-type" not in given:
+        return "-md without --spec-type serves without speculating; add --spec-type draft-simple"
+    modes = sorted(WITH_DRAFTER & set(spec.split(",")))
+    if modes and not drafter:
+        return f"{modes[0]} without -md serves without speculating; add -md and the drafter's file"
+    if "--spec-type" not in given:
+        return f"serve.speculation is {spec}, and the command holds no --spec-type"
+    return None
 
 
 def _whole(given: dict[str, str], *names: str) -> int | None:
