@@ -11,9 +11,12 @@ from bakehouse.build.artifact import Artifact
 from bakehouse.build.ensure import ensure
 from bakehouse.commands.planned import build_lines, is_built, parse_jobs
 from bakehouse.context import Context
+from bakehouse.lock import Lock
 from bakehouse.outcome import Outcome
+from bakehouse.plan.types import BuildPlan
 from bakehouse.plan.whole import plan_engine, survey
-from bakehouse.recipe.load import find, load
+from bakehouse.preflight import combinations
+from bakehouse.recipe.load import Loaded, find
 from bakehouse.records.store import Run
 from bakehouse.resolve import ensure_lock
 
@@ -32,7 +35,7 @@ class Options:
 def run(ctx: Context, options: Options) -> Outcome:
     """Build, or reuse; with `dry_run` print the steps and run none."""
     jobs = parse_jobs(options.jobs)
-    loaded = load(find(options.recipe, ctx.recipes), options.set)
+    loaded = combinations.load_good(find(options.recipe, ctx.recipes), options.set)
     if options.dry_run:
         lock = ensure_lock(ctx, loaded, locked=True)
         plan = plan_engine(loaded, lock, survey(ctx, loaded.recipe, lock), ctx.places, jobs=jobs)
@@ -44,9 +47,22 @@ def run(ctx: Context, options: Options) -> Outcome:
         here = survey(ctx, loaded.recipe, lock, make=True)
         record.host(here.host.to_data())
         plan = plan_engine(loaded, lock, here, ctx.places, jobs=jobs)
+        _judge(ctx, loaded, lock, plan, record)
         artifact = ensure(ctx, lock, plan, record)
         record.finish("reused" if artifact.reused else f"built in {artifact.seconds:.0f} s")
     return _outcome(artifact, record.record)
+
+
+def _judge(ctx: Context, loaded: Loaded, lock: Lock, plan: BuildPlan, record: Run) -> None:
+    """Refuse what is known to be bad; say and record what is warned of or acknowledged."""
+    cuda = plan.expected.cuda
+    found = combinations.known_bad(
+        loaded,
+        lock=lock,
+        toolkit=cuda.toolkit.version if cuda else None,
+        capabilities=combinations.meant_for(ctx, loaded),
+    )
+    combinations.note(ctx, loaded, found, record)
 
 
 def _outcome(artifact: Artifact, record: Path) -> Outcome:

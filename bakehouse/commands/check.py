@@ -9,10 +9,13 @@ from typing import Any
 
 from bakehouse.checks import Check, check
 from bakehouse.context import Context
-from bakehouse.errors import Fault, NotFound, RecipeError
+from bakehouse.errors import Fault, LockError, NotFound, RecipeError
 from bakehouse.outcome import Outcome
+from bakehouse.preflight import combinations, rules
 from bakehouse.recipe.faults import shown
 from bakehouse.recipe.load import Loaded, find, load, names
+from bakehouse.resolve import drift, lock_path, read_lock
+from bakehouse.sources.weights import locate
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class _Judged:
     path: Path
     loaded: Loaded | None = None
     faults: list[Fault] = field(default_factory=list)
+    bad: tuple[Check, ...] = ()
+    """Combinations that are known to be bad, acknowledged ones included."""
 
 
 def run(ctx: Context, options: Options) -> Outcome:
@@ -35,20 +40,39 @@ def run(ctx: Context, options: Options) -> Outcome:
     wanted = [options.recipe] if options.recipe is not None else names(ctx.recipes)
     if not wanted:
         raise NotFound("there are no recipes", where=shown(ctx.recipes), hint="write one there")
-    judged = [_judge(find(name, ctx.recipes), options.set_) for name in wanted]
+    judged = [_judge(ctx, find(name, ctx.recipes), options.set_) for name in wanted]
     _one_name_each(judged)
     faults = [fault for one in judged for fault in one.faults]
     lines = list(dict.fromkeys(str(fault) for fault in faults))
     lines.append(_summary(len(judged), len(lines)))
+    lines[:0] = [
+        f"{shown(one.path)}: {line}" for one in judged for line in combinations.warnings(one.bad)
+    ]
     result = {"recipes": [_data(one) for one in judged]}
     return Outcome(result, "\n".join(lines), tuple(map(_check, judged)), 2 if faults else 0)
 
 
-def _judge(path: Path, overrides: tuple[str, ...]) -> _Judged:
+def _judge(ctx: Context, path: Path, overrides: tuple[str, ...]) -> _Judged:
+    """Load a recipe, and hold it against the rules across keys and what is known to be bad."""
     try:
-        return _Judged(path, load(path, overrides))
+        loaded = load(path, overrides)
     except RecipeError as error:
         return _Judged(path, None, list(error.faults))
+    bad = combinations.known_bad(loaded, types=_types(ctx, loaded))
+    found = [*rules.faults(loaded), *combinations.faults(loaded, bad)]
+    return _Judged(path, loaded, found, bad)
+
+
+def _types(ctx: Context, loaded: Loaded) -> frozenset[str]:
+    """Tensor types of the weights, where a lock says which they are and they are here."""
+    try:
+        lock = read_lock(lock_path(loaded.path))
+    except LockError:
+        lock = None
+    if lock is None or drift(loaded.recipe, lock):
+        return frozenset()
+    located = locate(ctx.places, loaded.folder, loaded.recipe, lock)
+    return combinations.types_on_disk(paths.files for paths in located.values())
 
 
 def _one_name_each(judged: list[_Judged]) -> None:
@@ -83,4 +107,5 @@ def _data(one: _Judged) -> dict[str, Any]:
         "name": one.loaded.recipe.name if one.loaded else None,
         "ok": not one.faults,
         "faults": [vars(fault) for fault in one.faults],
+        "known_bad": [found.to_data() for found in one.bad],
     }

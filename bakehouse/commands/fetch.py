@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 
 from bakehouse.context import Context
 from bakehouse.outcome import Outcome
-from bakehouse.recipe.load import find, load
+from bakehouse.preflight.rules import load_sound
+from bakehouse.recipe.load import find
 from bakehouse.resolve import ensure_lock, lock_path
 from bakehouse.sources.tree import ensure_tree, repository_of
 from bakehouse.sources.weights import ensure
@@ -24,7 +25,7 @@ class Options:
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Fetch what is missing; nothing is fetched where all is here."""
-    loaded = load(find(options.recipe, ctx.recipes), options.set)
+    loaded = load_sound(find(options.recipe, ctx.recipes), options.set)
     lock = ensure_lock(ctx, loaded, locked=options.locked)
     ensure_tree(ctx, lock)
     wheels = fetch_toolkit(ctx, lock.toolkit) if lock.toolkit else ()

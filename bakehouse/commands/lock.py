@@ -8,7 +8,8 @@ from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, LockError
 from bakehouse.lock import Drift, Lock, changes, describe, moved_line
 from bakehouse.outcome import Outcome
-from bakehouse.recipe.load import Loaded, find, load
+from bakehouse.preflight.rules import load_sound
+from bakehouse.recipe.load import Loaded, find
 from bakehouse.resolve import ensure_lock, lock_path, moved_refs, read_lock
 
 
@@ -23,7 +24,7 @@ class Options:
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Write the lock where there is none; with `update`, move its pins."""
-    loaded = load(find(options.recipe, ctx.recipes), options.set)
+    loaded = load_sound(find(options.recipe, ctx.recipes), options.set)
     path = lock_path(loaded.path)
     before = _before(loaded)
     lock = ensure_lock(ctx, loaded, update=options.update)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bakehouse.checks import Check, check
@@ -12,10 +13,12 @@ from bakehouse.lock import Lock
 from bakehouse.memory.advice import table
 from bakehouse.memory.recipe import find_machine, locked_weights, recipe_budget
 from bakehouse.memory.types import Budget
+from bakehouse.memory.weight import Weight
 from bakehouse.outcome import Outcome
 from bakehouse.plan.types import Plan
 from bakehouse.plan.whole import make_plan, survey
-from bakehouse.recipe.load import Loaded, find, load
+from bakehouse.preflight import combinations
+from bakehouse.recipe.load import Loaded, find
 from bakehouse.resolve import ensure_lock
 from bakehouse.sources.weights import locate
 
@@ -30,32 +33,46 @@ class Options:
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Plan; needs the lock, no network, and runs no step."""
-    loaded = load(find(options.recipe, ctx.recipes), options.set)
+    loaded = combinations.load_good(find(options.recipe, ctx.recipes), options.set)
     lock = ensure_lock(ctx, loaded, locked=True)
     plan, _ = make_plan(loaded, lock, survey(ctx, loaded.recipe, lock), ctx.places)
     lines = [f"recipe {plan.recipe}, lock {plan.lock}", ""]
     lines += step_lines(plan.fetch)
     lines += ["", *build_lines(plan.build)]
     lines += ["", *serve_lines(plan.serve)]
-    memory, checks = _memory(ctx, loaded, lock, plan)
+    weights, checks = _weights(ctx, loaded, lock)
+    toolkit = plan.build.expected.cuda
+    bad = combinations.known_bad(
+        loaded,
+        lock=lock,
+        toolkit=toolkit.toolkit.version if toolkit else None,
+        capabilities=combinations.meant_for(ctx, loaded),
+        types=combinations.types_in(w.checkpoint for w in weights.values()),
+    )
+    combinations.refuse(loaded, bad)
+    memory = _memory(ctx, loaded, weights, plan) if weights else None
+    checks = (*checks, *(memory.checks() if memory else ()), *bad)
     lines += ["", *(table(memory).splitlines() if memory else ["memory: the weights are damaged"])]
+    lines += ["", *warned] if (warned := combinations.warnings(bad)) else []
     result = {**plan.to_data(), "built": is_built(plan.build), "memory": memory}
     return Outcome(result=result, text="\n".join(lines), checks=checks)
 
 
-def _memory(
-    ctx: Context, loaded: Loaded, lock: Lock, plan: Plan
-) -> tuple[Budget | None, tuple[Check, ...]]:
-    """The budget on this machine: from headers of weights that are here, else from pinned sizes."""
+def _weights(
+    ctx: Context, loaded: Loaded, lock: Lock
+) -> tuple[dict[str, Weight], tuple[Check, ...]]:
+    """The weights, by their headers where they are here; none, and why, where they are damaged."""
     files = {
         role: paths.files
         for role, paths in locate(ctx.places, loaded.folder, loaded.recipe, lock).items()
     }
     try:
-        weights = locked_weights(lock, files)
+        return locked_weights(lock, files), ()
     except CheckpointError as error:
         whole = "whole weight files"
-        return None, (check("weights", whole, error.what, error.where or "", ok=False),)
-    machine = find_machine(ctx.processes)
-    budget = recipe_budget(machine, loaded.recipe, weights, plan.serve.argv)
-    return budget, budget.checks()
+        return {}, (check("weights", whole, error.what, error.where or "", ok=False),)
+
+
+def _memory(ctx: Context, loaded: Loaded, weights: Mapping[str, Weight], plan: Plan) -> Budget:
+    """The budget on this machine: from headers of weights that are here, else from pinned sizes."""
+    return recipe_budget(find_machine(ctx.processes), loaded.recipe, weights, plan.serve.argv)

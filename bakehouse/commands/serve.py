@@ -14,20 +14,23 @@ from bakehouse.commands.planned import build_lines, serve_lines
 from bakehouse.context import Context
 from bakehouse.engines.llamacpp.server import Features
 from bakehouse.errors import HostError, NotHealthy, UsageError
+from bakehouse.host import read_gpus
 from bakehouse.lock import Lock
 from bakehouse.memory.machine import Machine
 from bakehouse.memory.recipe import find_machine
 from bakehouse.outcome import Outcome
 from bakehouse.plan.types import BuildPlan, ServePlan
 from bakehouse.plan.whole import make_plan, survey
+from bakehouse.preflight import combinations
 from bakehouse.preflight.admit import admit
 from bakehouse.probe.golden import known_of
 from bakehouse.probe.prove import answer_lines, prove
 from bakehouse.recipe.guard import MemoryGuard
-from bakehouse.recipe.load import Loaded, find, load
+from bakehouse.recipe.load import Loaded, find
 from bakehouse.recipe.model import Recipe
 from bakehouse.records.store import Run
 from bakehouse.resolve import ensure_lock
+from bakehouse.serve.able import know_flags, see_gpu, unknown_lines
 from bakehouse.serve.bring import Order, Ready, bring_up, identity_digest
 from bakehouse.serve.control import look
 from bakehouse.serve.guard import Bounds
@@ -82,7 +85,7 @@ class Wanted:
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Build, fetch, launch, prove. Raises every class of `errors`, each with its exit code."""
-    loaded = load(find(options.recipe, ctx.recipes), options.set_)
+    loaded = combinations.load_good(find(options.recipe, ctx.recipes), options.set_)
     recipe = loaded.recipe
     if recipe.engine != "llama.cpp":
         raise UsageError(
@@ -106,12 +109,13 @@ def run(ctx: Context, options: Options) -> Outcome:
         lock = ensure_lock(ctx, loaded, locked=options.locked)
         record.pin(lock=digest(lock))
         wanted = _wanted(ctx, loaded, lock, options, key)
-        _early(wanted)
+        _early(ctx, wanted, record)
         weights = ensure_weights(ctx, loaded, lock)
         files = {role: paths.files for role, paths in weights.items()}
         _admit(ctx, wanted, files, record, options.accept_memory_risk)
         survey(ctx, recipe, lock, make=True)
         ensure_build(ctx, lock, wanted.build, record)
+        _able(ctx, wanted, record)
         order = _order(ctx, wanted, options.foreground)
         known = known_of(recipe, lock, loaded.folder, order.settings.plan)
         ready = bring_up(
@@ -135,10 +139,41 @@ def _wanted(ctx: Context, loaded: Loaded, lock: Lock, options: Options, key: str
     return Wanted(loaded, lock, plan.build, plan.serve, asked, key, folder)
 
 
-def _early(wanted: Wanted) -> None:
-    """Refuse a taken port before a build that may take long, not after it."""
+def _early(ctx: Context, wanted: Wanted, record: Run) -> None:
+    """Refuse a taken port, and what is known to be bad, before a build that may take long."""
     if not look(wanted.folder).alive:
         refuse_taken(wanted.plan.host, wanted.plan.port)
+    _known_bad(ctx, wanted, record)
+
+
+def _known_bad(
+    ctx: Context, wanted: Wanted, record: Run, types: frozenset[str] = frozenset()
+) -> None:
+    """Refuse or warn by what is known: first without the weights' headers, then with them."""
+    cuda = wanted.build.expected.cuda
+    gpus = [gpu.compute_capability for gpu in read_gpus(ctx.processes)] if cuda else []
+    found = combinations.known_bad(
+        wanted.loaded,
+        lock=wanted.lock,
+        toolkit=cuda.toolkit.version if cuda else None,
+        capabilities=gpus,
+        types=types,
+    )
+    combinations.note(ctx, wanted.loaded, found, record)
+
+
+def _able(ctx: Context, wanted: Wanted, record: Run) -> None:
+    """Before launch: the built server knows every flag, and sees the GPU that it is to use."""
+    if look(wanted.folder).alive:
+        return
+    origin = wanted.loaded.origin("serve", "command")
+    checks = (
+        *know_flags(ctx, wanted.build, wanted.plan, origin),
+        *see_gpu(ctx, wanted.build, wanted.plan, wanted.asked.gpu_layers),
+    )
+    record.fact("able", [check.to_data() for check in checks])
+    for line in unknown_lines(checks):
+        ctx.progress.say(line)
 
 
 def _admit(
@@ -154,6 +189,7 @@ def _admit(
                       risk_accepted=bool(risk))  # fmt: skip
     record.fact("preflight", [check.to_data() for check in admission.checks])
     record.fact("memory", admission.budget.to_data())
+    _known_bad(ctx, wanted, record, admission.types)
     if risk:
         record.fact("memory_risk_accepted", risk)
 

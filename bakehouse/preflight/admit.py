@@ -16,6 +16,7 @@ from bakehouse.memory.recipe import best_context, find_machine, recipe_budget
 from bakehouse.memory.types import Budget
 from bakehouse.memory.weight import Weight
 from bakehouse.ports.git import Git, GitFailed
+from bakehouse.preflight.combinations import types_in
 from bakehouse.preflight.weights import ARCHITECTURE_TABLE, Inspected, architectures_in, inspect
 from bakehouse.recipe.model import Recipe
 from bakehouse.sources.tree import repository_of
@@ -27,6 +28,8 @@ class Admission:
 
     checks: tuple[Check, ...]
     budget: Budget
+    types: frozenset[str]
+    """Of the tensors, as the headers say."""
 
 
 def source_architectures(ctx: Context, lock: Lock) -> frozenset[str] | None:
@@ -75,7 +78,7 @@ def admit(
             context=best_context(machine, recipe, weights, argv),
             mapped=recipe.engine == "llama.cpp",
         )
-    return Admission(checks, budget)
+    return Admission(checks, budget, types_in(seen.checkpoints.values()))
 
 
 def _refuse_files(seen: Inspected) -> None:

@@ -22,6 +22,8 @@ from bakehouse.checks import Check, check
 from bakehouse.recipe.model import Recipe
 from bakehouse.toolkit.types import numbers, satisfies
 
+PREFIX = "known-bad."
+"""What the ids of these checks begin with."""
 _SPEC = re.compile(r"(<=|>=|<|>)?(\d+(?:\.\d+)*)")
 _QUANTISATION = re.compile(
     r"(?<![A-Za-z0-9])(?:UD-)?(?:I?Q\d+_[A-Z0-9_]+|TQ\d_\d|(?:MX|NV)FP4|BF16|F16|F32)(?![A-Za-z0-9])",
@@ -202,7 +204,7 @@ def judge(recipe: Recipe, situation: Situation, where: str) -> tuple[Check, ...]
         if reason:
             observed += f"; acknowledged: {reason}"
         ok = True if reason else (False if row.effect == "refuse" and match.certain else None)
-        found.append(check(f"known-bad.{row.id}", row.mend, observed, where, ok=ok))
+        found.append(check(f"{PREFIX}{row.id}", row.mend, observed, where, ok=ok))
     return tuple(found)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 from bakehouse.errors import Fault, RecipeError
-from bakehouse.recipe.load import Loaded
+from bakehouse.recipe.load import Loaded, load
 from bakehouse.recipe.model import Recipe
 from bakehouse.toolkit.force import Conflict, conflicts
 
@@ -33,6 +35,13 @@ def require(loaded: Loaded) -> None:
     """Raise RecipeError (exit 2) with every fault, if there is one."""
     if found := faults(loaded):
         raise RecipeError(f"the recipe {loaded.recipe.name} contradicts itself", found)
+
+
+def load_sound(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Load a recipe that does not contradict itself. Raises RecipeError with every fault."""
+    loaded = load(path, overrides)
+    require(loaded)
+    return loaded
 
 
 def speculation_modes(recipe: Recipe) -> tuple[str, ...]:

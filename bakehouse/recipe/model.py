@@ -137,9 +137,17 @@ class Cuda(Frozen):
     @model_validator(mode="after")
     def _readable(self) -> Self:
         if not re.fullmatch(r"\d+(\.\d+){1,2}", self.version):
-            raise ValueError(f"'{self.version}' is no toolkit version; write 13.0 or 13.0.88")
+            raise Misplaced(
+                f"'{self.version}' is no toolkit version; write 13.0 or 13.0.88",
+                "version",
+                about=("version",),
+            )
         if self.path and self.provide != "host":
-            raise ValueError("path names a toolkit of this machine; leave it out with provide")
+            raise Misplaced(
+                "path names a toolkit of this machine; leave it out with provide: pypi",
+                "path",
+                about=("path", "provide"),
+            )
         return self
 
 

@@ -1,0 +1,132 @@
+"""What a llama-server's own `--help` says of its flags, and whether a command agrees. Pure.
+
+Form as build 11434 prints it: flags first, a column of text from 40 on; a flag that was taken out
+is still listed, with the words "the argument has been removed", and is fatal.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bakehouse.checks import Check, check
+from bakehouse.engines.llamacpp.server import spelling
+
+COLUMN = 40
+"""Where the text of an entry begins; where its flags are too long, on the next line."""
+SECTION = "----- example-specific params -----"
+"""The last of the sections."""
+LAST = (
+    "--spec-default", "--vision-gemma-12b-default", "--vision-gemma-4b-default",
+    "--gpt-oss-120b-default", "--gpt-oss-20b-default", "--fim-qwen-30b-default",
+)  # fmt: skip
+"""Flags one of which ends the text in the builds that are known, newest first."""
+_FLAG = re.compile(r"(-{1,2}[A-Za-z][\w.-]*)(?:,\s+|\s|$)")
+_REMOVED = re.compile(r"has been removed\.?\s*(.*)", re.DOTALL)
+_ENVIRONMENT = re.compile(r"\(env: \w+\)")
+_NUMBER = re.compile(r"-\d|-\.\d")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry: all spellings of one flag. `values` is how many arguments follow it."""
+
+    flags: tuple[str, ...]
+    values: int
+    text: str
+
+    @property
+    def removed(self) -> str | None:
+        """What the text advises in place of a flag that was taken out; None for a living one."""
+        found = _REMOVED.search(self.text)
+        return _ENVIRONMENT.sub("", found[1]).strip() if found else None
+
+
+@dataclass(frozen=True)
+class Help:
+    """All that was printed. An incomplete text proves of no flag that it is absent."""
+
+    entries: dict[str, Entry]
+    complete: bool
+
+
+def parse_help(text: str) -> Help:
+    """Read the text of `--help`."""
+    entries: dict[str, Entry] = {}
+    last: Entry | None = None
+    for line in text.splitlines():
+        if line.startswith("-") and not line.startswith("----"):
+            last = _entry(line)
+        elif last and line.startswith(" "):
+            last = Entry(last.flags, last.values, f"{last.text} {line.strip()}".strip())
+        else:
+            last = None
+            continue
+        entries.update(dict.fromkeys(last.flags, last))
+    ended = text.endswith("\n") and SECTION in text
+    return Help(entries, ended and last is not None and any(f in LAST for f in last.flags))
+
+
+def _entry(line: str) -> Entry:
+    short = len(line) > COLUMN and not line[COLUMN - 3 : COLUMN].strip()
+    head, text = (line[:COLUMN], line[COLUMN:].strip()) if short else (line, "")
+    flags, at = [], 0
+    while found := _FLAG.match(head, at):
+        flags.append(spelling(found[1]))
+        at = found.end()
+        if not found[0].startswith(found[1] + ","):
+            break
+    hint = head[at:].strip()
+    values = 0 if not hint else 2 if re.fullmatch(r"[A-Z]+ [A-Z]+", hint) else 1
+    return Entry(tuple(flags), values, text)
+
+
+def judge_flags(argv: Sequence[str], known: Help, where: str) -> tuple[Check, ...]:
+    """Judge every flag of a command; one check for all that are there, one for each that is not.
+
+    `argv[0]` is the program. A flag that an incomplete text does not name is unknown.
+    """
+    good, found = [], []
+    index = 1
+    while index < len(argv):
+        argument = argv[index]
+        index += 1
+        if not argument.startswith("-") or argument == "-" or _NUMBER.match(argument):
+            continue
+        flag = argument.replace("_", "-") if argument.startswith("--") else argument
+        entry = known.entries.get(flag)
+        if entry is None or entry.removed is not None:
+            found.append(_missing(flag, entry, known, where))
+        else:
+            good.append(flag)
+        index += entry.values if entry else 0
+    if good:
+        listed = " ".join(dict.fromkeys(good))
+        found.insert(0, check("flags", "every flag is in the server's own --help", listed, where,
+                              ok=True))  # fmt: skip
+    return tuple(found)
+
+
+def _missing(flag: str, entry: Entry | None, known: Help, where: str) -> Check:
+    name, _, value = flag.partition("=")
+    if entry is not None:
+        observed = f"{flag} has been removed"
+        if entry.removed:
+            observed += f": {entry.removed}"
+    elif value and spelling(name) in known.entries:
+        observed = f"'{flag}' is no flag: write the value as the next argument, {name} {value}"
+    else:
+        observed = f"there is no {flag}{_nearest(name, known.entries)}"
+    ok = False if entry is not None or known.complete else None
+    if ok is None:
+        observed += ", in a text that stops before its end"
+    return check(f"flag.{name.lstrip('-')}", f"{name} in the server's own --help", observed, where,
+                 ok=ok)  # fmt: skip
+
+
+def _nearest(flag: str, entries: dict[str, Entry]) -> str:
+    living: Iterable[str] = [n for n, e in entries.items() if e.removed is None]
+    near = difflib.get_close_matches(flag, living, n=1, cutoff=0.6)
+    return f" (did you mean {near[0]}?)" if near else ""

@@ -1,0 +1,81 @@
+"""The real llama-server's --help: read whole, and every flag that Bakehouse emits is in it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bakehouse.checks import Verdict, not_passed
+from bakehouse.context import Context
+from bakehouse.engines.llamacpp import server
+from bakehouse.engines.llamacpp.help import Help, judge_flags
+from bakehouse.places import Places
+from bakehouse.recipe.argv import render
+from bakehouse.recipe.load import load, names
+from bakehouse.recipe.variables import trial_variables
+from bakehouse.serve.able import ask_help
+
+pytestmark = [pytest.mark.integration, pytest.mark.engine]
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+
+@pytest.fixture(scope="module")
+def known(llama_server: Path, tmp_path_factory: pytest.TempPathFactory) -> Help:
+    folder = tmp_path_factory.mktemp("help")
+    ctx = Context(Places(folder, folder), recipes=RECIPES)
+    kept = folder / "kept.txt"
+    found = ask_help(ctx, str(llama_server), kept)
+    assert found.complete
+    assert kept.is_file()
+    assert ask_help(ctx, "/nonexistent", kept) == found
+    return found
+
+
+def test_the_text_is_read_whole(known: Help, llama_server: Path) -> None:
+    """The shell completion that the server prints lists the same flags, negated ones left out."""
+    argv = (llama_server, "--completion-bash")
+    text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    found = re.search(r'opts="([^"]*)"', text)
+    assert found
+    wanted = {server.spelling(flag) for flag in found[1].split()}
+    assert len(wanted) > 300
+    assert wanted - known.entries.keys() == set()
+    assert all(flag.startswith(("--no-", "-n")) for flag in known.entries.keys() - wanted)
+
+
+def test_every_flag_that_bakehouse_adds_exists(known: Help) -> None:
+    added, _ = server.additions(
+        ("s",), name="r", host="127.0.0.1", port=1, slots=1, key_file="/run/key"
+    )
+    assert not_passed(judge_flags(("s", *added), known, "--help")) == ()
+
+
+@pytest.mark.parametrize("name", names(RECIPES))
+def test_every_flag_of_the_shipped_recipes_exists(known: Help, name: str) -> None:
+    loaded = load(RECIPES / f"{name}.yaml")
+    if loaded.recipe.engine != "llama.cpp":
+        pytest.skip("another engine")
+    origin = loaded.origin("serve", "command")
+    argv = render(loaded.recipe.serve.command, trial_variables(loaded.recipe), origin=origin)
+    assert not_passed(judge_flags(argv, known, "--help")) == ()
+
+
+def test_flags_that_are_refused_or_looked_for_are_named_as_the_server_names_them(
+    known: Help,
+) -> None:
+    """A flag of ours that no build has would never be found in a command."""
+    ours = {*server.OWNED, *server.FREE_TEXT, *server.VERBOSITY}
+    assert {flag for flag in ours if flag not in known.entries} == set()
+
+
+def test_removed_and_misspelled_flags_are_refused_as_the_server_does(
+    known: Help, llama_server: Path
+) -> None:
+    for flag in ("--draft-max", "--draft-n-max", "--ctx-size=64", "--spec-ngram-size-n"):
+        (one,) = judge_flags(("s", flag, "3"), known, "--help")
+        assert one.verdict is Verdict.FAILED, flag
+        done = subprocess.run((llama_server, flag, "3"), capture_output=True, check=False)
+        assert done.returncode == 1
