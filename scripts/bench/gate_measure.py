@@ -21,13 +21,13 @@ from bakehouse.ports.http import Http, Unreachable
 from bakehouse.ports.process import environment
 
 RULER = (
-    "Bread is made from flour, water, salt and yeast. The dough is kneaded, left to rise in a warm "
-    "place for an hour or two, shaped, and baked in a hot oven until the crust is brown.",
-    "In 1969 two astronauts landed on the Moon while a third waited in orbit above them. They "
-    "collected rocks, planted a flag and returned safely to Earth after eight days.",
+    """Bread is made from flour, water, salt and yeast. The dough is kneaded, left to rise in a warm
+place for an hour or two, shaped, and baked in a hot oven until the crust is brown.""",
+    """In 1969 two astronauts landed on the Moon while a third waited in orbit above them. They
+collected rocks, planted a flag and returned safely to Earth after eight days.""",
     "for i in range(10):\n    if i % 2 == 0:\n        print(i)\n",
 )
-"""About 90 tokens; English prose and a little code, none of it a text of the gate's."""
+"""About 100 tokens; English prose and a little code, none of it a text of the gate's."""
 
 READY_S = 90.0
 STOP_S = 10.0
@@ -58,7 +58,7 @@ def served(http: Http, binary: Path, model: Path, flags: Sequence[str], log: Pat
     with log.open("wb") as out:
         child = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-            env=environment({}), start_new_session=True,
+            env=environment({"OMP_WAIT_POLICY": "passive"}), start_new_session=True,
         )  # fmt: skip
     try:
         url = f"http://127.0.0.1:{port}"
