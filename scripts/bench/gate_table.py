@@ -70,10 +70,10 @@ it says how bad a variant is, whatever the gate thinks of it. *Shift* and *sprea
 suite `likelihood` measured against the golden values: the difference of the means, and the mean
 absolute difference of single tokens. Golden values are kept for these weights and each type of KV
 cache, taken with flash attention as the engine chooses it; another quantisation is another set of
-weights, of which only what needs no golden value is asked. The bounds are those for another build or
-other flags on the same backend; for golden values of the very same server (build, command and
-machine) they are tighter, which the last column tells where it matters. Seconds are those of a busy machine
-with one thread."""
+weights, of which only what needs no golden value is asked. The bounds are those for another build
+or other flags on the same backend; for golden values of the very same server (build, command and
+machine) they are tighter, which the last column tells where it matters. Seconds are those of a
+busy machine, with one thread."""
 
 
 def _summary(reference: Row, mutants: Sequence[Row], harmless: Sequence[Row]) -> str:
