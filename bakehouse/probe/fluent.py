@@ -247,3 +247,5 @@ _RULES: dict[str, Callable[[str], str | None]] = {
     "mixed-scripts": _scripts,
 }
 RULES = ("empty", *_RULES)
+LOOPS = frozenset({"repeated-whole", "ends-in-a-loop", "few-words", "few-pieces", "collapsed"})
+"""Flaws of text that repeats itself, and may consist of good words all the same."""

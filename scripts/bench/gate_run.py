@@ -13,26 +13,31 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from bakehouse.probe.accept import take_golden
-from bakehouse.probe.golden import read_golden, write_golden
-
 from bakehouse.context import Context
 from bakehouse.places import Places
 from bakehouse.ports.http import Unreachable
+from bakehouse.probe.accept import take_golden
+from bakehouse.probe.golden import read_golden, write_golden
 from bakehouse.probe.suites import REGISTRY
 from bakehouse.probe.talk import Patience, Talk
 from bakehouse.probe.types import GOOD, Endpoint, Given, Known
-from bakehouse.recipe.gate import Probe, SuiteName, default_suites
+from bakehouse.recipe.gate import SuiteName, default_suites
+from bakehouse.recipe.load import find, load
 from scripts.bench.gate_measure import NotServed, decoded, served, token_likelihood
 from scripts.bench.gate_variants import Variant
 from scripts.bench.gate_weights import Weights, requantise, rewrite
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("bakehouse/probe", "bakehouse/recipe/gate.py", "scripts/bench/gate_measure.py")
+SOURCES = (
+    "bakehouse/probe", "bakehouse/recipe/gate.py", "recipes/smollm2-cpu.yaml",
+    "scripts/bench/gate_measure.py",
+)  # fmt: skip
 """What can change a result, beside the variant, the model and the engine."""
 CONTEXT = 1024
 """Tokens of the shortest context that a variant is served with."""
-DEFAULT = default_suites("llama.cpp")
+PROBE = load(find("smollm2-cpu", ROOT / "recipes")).recipe.probe
+"""What the recipe of this model asks."""
+DECIDING = PROBE.suites or default_suites("llama.cpp")
 HASTE = Patience(base=30.0, per_token=0.2, attempts=2, longest_wait=1.0)
 
 
@@ -91,26 +96,26 @@ class Row:
     ruler_tokens: int = 0
     not_served: str | None = None
     suites: dict[str, Judged] = field(default_factory=dict)
-    """The default set, and `reference`, which is asked only where a recipe names it."""
+    """Those of the recipe, which decide, and `reference`."""
 
-    def default_set(self) -> list[Judged]:
+    def deciding(self) -> list[Judged]:
         """Give the suites that decide."""
-        return [judged for name, judged in self.suites.items() if name in DEFAULT]
+        return [judged for name, judged in self.suites.items() if name in DECIDING]
 
     @property
     def decoded(self) -> int:
-        """Tokens that the default set made the server decode."""
-        return sum(judged.tokens for judged in self.default_set())
+        """Tokens that the deciding suites made the server decode."""
+        return sum(judged.tokens for judged in self.deciding())
 
     @property
     def seconds(self) -> float:
-        """For the default set, without loading."""
-        return sum(judged.seconds for judged in self.default_set())
+        """For the deciding suites, without loading."""
+        return sum(judged.seconds for judged in self.deciding())
 
     @property
     def detected(self) -> bool:
         """Whether anything refuses the server."""
-        return self.not_served is not None or any(s.detected for s in self.default_set())
+        return self.not_served is not None or any(s.detected for s in self.deciding())
 
     @property
     def detected_alone(self) -> bool:
@@ -120,7 +125,7 @@ class Row:
     @property
     def detected_same(self) -> bool:
         """Whether it is refused where the golden values are of this very server."""
-        return self.not_served is not None or any(s.detected_same for s in self.default_set())
+        return self.not_served is not None or any(s.detected_same for s in self.deciding())
 
 
 def read_row(data: dict[str, Any]) -> Row:
@@ -220,7 +225,9 @@ class Bench:
             with self._served(variant, model) as url:
                 nats = [n for text in token_likelihood(self._context.http, url) for n in text]
                 numbers = [n for n in nats if n is not None]
-                suites = {name: self._suite(name, url, variant) for name in asked()}
+                suites: dict[str, Judged] = {
+                    name: self._suite(name, url, variant) for name in asked()
+                }
         except (NotServed, Unreachable) as error:
             return replace(row, not_served=str(error))
         whole = math.fsum(numbers) if len(numbers) == len(nats) else None
@@ -229,7 +236,7 @@ class Bench:
     def _suite(self, name: SuiteName, url: str, variant: Variant) -> Judged:
         """Ask one suite, and judge what was heard with and without golden values."""
         endpoint, known, http = _endpoint(url), self._known(variant), self._context.http
-        given = Given(endpoint, Probe(), known, read_golden(known))
+        given = Given(endpoint, PROBE, known, read_golden(known))
         before = decoded(http, url)
         talk = Talk(self._context, endpoint, HASTE)
         heard = REGISTRY[name].ask(talk, given)
@@ -250,7 +257,7 @@ class Bench:
 
 def asked() -> tuple[SuiteName, ...]:
     """Give the suites that each variant is judged by."""
-    return tuple(dict.fromkeys((*DEFAULT, "reference")))
+    return tuple(dict.fromkeys((*DECIDING, "reference")))
 
 
 def _endpoint(url: str) -> Endpoint:

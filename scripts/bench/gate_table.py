@@ -57,9 +57,9 @@ HEAD = """\
 # What the gate catches
 
 Mutants of a real model (SmolLM2-135M-Instruct, Q4_1, on the CPU) and harmless ways to serve it,
-each served by the real llama-server and judged by the suites that a llama.cpp recipe is given by
-default: they decide what is refused. The suite `reference`, which only a recipe that names it is
-given, is shown beside them. This file is written by
+each served by the real llama-server and judged by the suites of the recipe `smollm2-cpu`: they
+decide what is refused. The suite `reference`, which that recipe does not name, is shown beside
+them. This file is written by
 
     {command}
 
@@ -94,7 +94,7 @@ def _summary(reference: Row, mutants: Sequence[Row], harmless: Sequence[Row]) ->
          f"{sum(r.detected for r in worst)} of {len(worst)}"),
         (f"mutants worse than any with these weights ({bound_same / tokens:.3f}), refused",
          f"{sum(r.detected for r in worst_same)} of {len(worst_same)}"),
-        ("the default set on the unchanged model", _cost(reference)),
+        ("the recipe's suites on the unchanged model", _cost(reference)),
         ("the dearest harmless variant", _cost(max(harmless, key=lambda r: r.seconds))),
         ("the dearest mutant", _cost(max(mutants, key=lambda r: r.seconds))),
     ]  # fmt: skip
@@ -114,7 +114,7 @@ def _by_suite(mutants: Sequence[Row], harmless: Sequence[Row]) -> str:
     for name in _suites(mutants):
         asked = [r for r in mutants if name in r.suites]
         found = [r for r in asked if r.suites[name].detected]
-        alone = [r for r in found if sum(s.detected for s in r.default_set()) == 1]
+        alone = [r for r in found if sum(s.detected for s in r.deciding()) == 1]
         bare = sum(r.suites[name].detected_alone for r in asked)
         wrong = sum(r.suites[name].detected for r in harmless if name in r.suites)
         seconds = sorted(r.suites[name].seconds for r in asked)[len(asked) // 2]

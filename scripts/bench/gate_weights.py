@@ -96,7 +96,7 @@ class Weights:
         """The kind of each token: 1 normal, 3 control. A view; the array follows its key."""
         start = self._find("tokenizer.ggml.token_type")
         start += 8 + len("tokenizer.ggml.token_type")
-        kind, element, count = struct.unpack_from("<IIQ", self.bytes, start)
+        kind, element, count = struct.unpack_from("<IIQ", self.bytes.data, start)
         if (kind, element) != (9, 5):
             raise LookupError("the token types are no array of int32")
         return np.ndarray((count,), np.int32, self.bytes.data, start + 16)

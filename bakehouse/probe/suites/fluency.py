@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bakehouse.checks import check
 from bakehouse.probe.ask import Asker, larger_budget
-from bakehouse.probe.fluent import flaws
+from bakehouse.probe.fluent import LOOPS, flaws
 from bakehouse.probe.judge import never_started
 from bakehouse.probe.reply import Said, split_thoughts
 from bakehouse.probe.suite import Suite
@@ -21,14 +21,20 @@ TASKS = (
     "Explain in a few sentences how bread is made.",
     "Tell a very short story about a fox and a well.",
     "Describe a walk through a quiet town in winter.",
+    "Say in a few sentences what a clock does.",
 )
 BEGUN = (
     "The sea was calm that morning, and",
     "To make bread, you first",
     "A fox came to a well one evening and",
     "In winter the town was quiet, and",
+    "A clock on the wall",
 )
 """For a model that goes on with texts."""
+SPARE = 1
+"""So many more texts are asked for where texts did nothing worse than repeat themselves: greedy
+decoding leads a small healthy model into a loop now and then (SmolLM2-135M, with one of the tasks
+above, when only flash attention is switched off); a broken one loops with every task."""
 ENOUGH = 5
 """So many words a text that was asked for must have."""
 
@@ -48,7 +54,10 @@ def ask(talk: Talk, given: Given) -> tuple[Wrote, ...]:
     asker = Asker(talk, given.probe.request)
     wrote: list[Wrote] = []
     with talk.progress.bar("probe", "texts") as bar:
-        for task in (TASKS if wanted.mode == "chat" else BEGUN)[: wanted.texts]:
+        for task in TASKS if wanted.mode == "chat" else BEGUN:
+            loops = sum(map(_only_loops, wrote))
+            if len(wrote) >= wanted.texts + min(loops, SPARE):
+                break
             question = Question(ask=task, answers=("any text",), mode=wanted.mode)
             wrote.append(_write(asker, question, wanted.max_tokens, given))
             bar.update(len(wrote), wanted.texts, "fluency")
@@ -66,6 +75,12 @@ def _write(asker: Asker, question: Question, budget: int, given: Given) -> Wrote
     return Wrote(task, asker.ask(question, larger), larger)
 
 
+def _only_loops(wrote: Wrote) -> bool:
+    """Whether all that is wrong with a text is that it repeats itself."""
+    found = {flaw.id for flaw in flaws(_text(wrote.said))}
+    return bool(found) and found <= LOOPS
+
+
 def _text(said: Said) -> str:
     """What was written: the answer, else the thoughts, which must be as fluent."""
     answer, thoughts = split_thoughts(said.content)
@@ -75,15 +90,23 @@ def _text(said: Said) -> str:
 def judge(wrote: tuple[Wrote, ...], given: Given) -> SuiteProof:
     """Judge the form of all texts."""
     answers = tuple(judged(one, given.probe.fluency.mode) for one in wrote)
-    bad = [a for a in answers if a.verdict == "wrong"]
+    good = sum(a.verdict == "right" for a in answers)
+    enough = good >= given.probe.fluency.texts
+    bad = [
+        answer
+        for answer, one in zip(answers, wrote, strict=True)
+        if answer.verdict == "wrong" and not (enough and _only_loops(one))
+    ]
     mute = [a for a in answers if a.verdict in ("never started", "unanswered")]
-    first = (bad or mute or list(answers))[0]
+    first = (bad or mute or [a for a in answers if a.verdict == "right"])[0]
     text = " ".join((first.content or first.reasoning).split())
     ok = False if bad else (None if mute else True)
     shown = f'"{text[:160]}"' if text else f"nothing in answer to {first.question!r}"
     form = check("probe.fluency", "fluent text", first.why, shown, ok=ok)
     verdict: SuiteVerdict = "true"
-    summary = f"{len(answers)} text{'s' if len(answers) > 1 else ''} well formed"
+    summary = f"{good} text{'s' if good > 1 else ''} well formed"
+    if good < len(answers):
+        summary += f", {len(answers) - good} repeated itself"
     hint = None
     if bad:
         verdict, summary = "wrong", f"degenerate text: {first.why}"
