@@ -17,7 +17,7 @@ from bakehouse.probe.ask import list_models
 from bakehouse.probe.golden import known_of, write_golden
 from bakehouse.probe.prove import answer_lines, explain, prove
 from bakehouse.probe.types import Endpoint, Known, Proof
-from bakehouse.recipe.gate import Probe, default_suites
+from bakehouse.recipe.gate import Probe
 from bakehouse.recipe.load import find, load
 from bakehouse.records.store import Run
 from bakehouse.resolve import lock_path, read_lock
@@ -175,20 +175,20 @@ def _ours(ctx: Context, options: Options) -> Target:
     )  # fmt: skip
     lock = read_lock(lock_path(loaded.path))
     known = known_of(recipe, lock, loaded.folder, state.plan) if lock else None
-    probe = recipe.probe
+    probe = recipe.asked
     if options.accept_golden:
         if known is None:
             raise LockError(
                 f"'{recipe.name}' has no lock, and golden values belong to locked weights",
                 where=str(lock_path(loaded.path)), hint=f"invoke lock --recipe {options.recipe}",
             )  # fmt: skip
-        probe = _without_golden(probe, recipe.engine)
+        probe = _without_golden(probe)
     return Target(endpoint, probe, recipe.name, recipe.secrets, server, known)
 
 
-def _without_golden(probe: Probe, engine: str) -> Probe:
+def _without_golden(probe: Probe) -> Probe:
     """Leave out what needs golden values: they are what is about to be made."""
-    suites = tuple(s for s in probe.suites or default_suites(engine) if s != "reference")
+    suites = tuple(s for s in probe.suites or () if s != "reference")
     return probe.model_copy(update={"suites": suites or ("facts",)})
 
 

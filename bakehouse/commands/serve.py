@@ -121,7 +121,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         ready = bring_up(
             ctx,
             order,
-            lambda endpoint: prove(ctx, endpoint, recipe.probe, known=known),
+            lambda endpoint: prove(ctx, endpoint, recipe.asked, known=known),
             record,
         )
         record.fact("loading_seconds", round(ready.loading, 3))

@@ -11,7 +11,6 @@ from bakehouse.lock import Lock
 from bakehouse.places import Places
 from bakehouse.plan.types import ServePlan
 from bakehouse.recipe.argv import Origin, render
-from bakehouse.recipe.gate import default_suites
 from bakehouse.recipe.model import Recipe
 from bakehouse.recipe.variables import Paths, template_variables
 
@@ -72,6 +71,6 @@ def plan_serve(
         host=address,
         port=chosen,
         expects=server.expectations(asked),
-        suites=recipe.probe.suites or default_suites(recipe.engine),
+        suites=recipe.asked.suites or (),
     )
     return plan, asked

@@ -42,8 +42,10 @@ def known_of(recipe: Recipe, lock: Lock, folder: Path, identity: str = "") -> Kn
 
 def backend_of(recipe: Recipe) -> str:
     """Name what computes: two backends round differently."""
-    if recipe.build is None:
+    if recipe.engine != "llama.cpp":
         return recipe.engine
+    if recipe.build is None:
+        return "cpu"
     on = (name for name in BACKENDS if recipe.build.cmake.get(f"GGML_{name.upper()}") is True)
     return "cuda" if recipe.build.cuda else next(on, "cpu")
 

@@ -112,7 +112,9 @@ def _prompt_logprobs(talk: Talk, prompt: str | list[int], top: int) -> Scored:
 
 def _ids_of(rows: list[Any], ids: Any) -> tuple[int, ...]:
     """Which tokens the rows belong to: as told, or by the first entry of each row."""
-    if isinstance(ids, list) and len(ids) == len(rows) and all(map(_is_id, ids)):
+    if isinstance(ids, list):
+        if len(ids) != len(rows) or not all(map(_is_id, ids)):
+            raise _NoUse("prompt_logprobs and prompt_token_ids do not belong together")
         return tuple(ids)
     found = [-1]
     for row in rows[1:]:

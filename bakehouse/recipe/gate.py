@@ -13,7 +13,10 @@ from bakehouse.base import Frozen
 from bakehouse.recipe.fields import Answer
 from bakehouse.recipe.scalars import Filled, Flag, Misplaced, Number, Whole
 
-SuiteName = Literal["facts", "fluency", "likelihood", "reference", "speculation", "vision"]
+SuiteName = Literal[
+    "facts", "fluency", "likelihood", "reference", "speculation", "vision", "context", "json",
+    "tools", "determinism", "concurrency",
+]  # fmt: skip
 SUITES: tuple[SuiteName, ...] = get_args(SuiteName)
 
 
@@ -136,6 +139,8 @@ class LongContext(Frozen):
     """Length of the prompt; by default 1024, or what the served context has room for."""
     whole: Flag = False
     """Fill the served context, however long that takes."""
+    must_find: Annotated[Whole, Field(ge=1, le=3)] = 3
+    """Of the facts at 10, 50 and 90% of the prompt."""
 
 
 class Determinism(Frozen):
@@ -172,13 +177,15 @@ class Probe(Frozen):
     concurrency: Concurrency = Concurrency()
 
 
-def default_suites(engine: str | None) -> tuple[SuiteName, ...]:
+def default_suites(
+    engine: str | None, *, speculation: bool = False, vision: bool = False
+) -> tuple[SuiteName, ...]:
     """Give the suites that are asked where a recipe names none, or a server has no recipe.
 
     Both engines give the probability of a known text, each in its own way; of a server that is
     not known only answers are judged.
     """
-    return _DEFAULT.get(engine, ("facts",))
-
-
-_DEFAULT: dict[str | None, tuple[SuiteName, ...]] = {"llama.cpp": ("facts",), "vllm": ("facts",)}
+    if engine not in ("llama.cpp", "vllm"):
+        return ("facts",)
+    more: tuple[SuiteName, ...] = ("speculation",) if speculation else ()
+    return ("facts", "fluency", "likelihood", *more, *(("vision",) if vision else ()))

@@ -21,7 +21,7 @@ from bakehouse.recipe.fields import (
     Url,
     Variable,
 )
-from bakehouse.recipe.gate import Probe
+from bakehouse.recipe.gate import Probe, default_suites
 from bakehouse.recipe.guard import MemoryGuard
 from bakehouse.recipe.scalars import (
     Anything,
@@ -333,6 +333,16 @@ class Recipe(Frozen):
     """Marks a recipe that lifts a limit by a patch; said wherever the recipe is shown."""
     secrets: tuple[Variable, ...] = ()
     """Names of environment variables whose values must never be shown."""
+
+    @property
+    def asked(self) -> Probe:
+        """What the server has to prove, with the suites that are asked where none are named."""
+        suites = self.probe.suites or default_suites(
+            self.engine,
+            speculation=self.serve.speculation not in (None, "none"),
+            vision=self.weights.projector is not None,
+        )
+        return self.probe.model_copy(update={"suites": suites})
 
     @model_validator(mode="after")
     def _one_engine(self) -> Self:

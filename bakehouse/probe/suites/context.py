@@ -1,0 +1,146 @@
+"""The suite `context`: a fact hidden at 10, 50 and 90% of a long prompt is asked for.
+
+Attention that is wrong beyond some length, a KV cache that wraps, a RoPE scale that is off: short
+questions never meet any of them.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from bakehouse.checks import check
+from bakehouse.probe.ask import Asker
+from bakehouse.probe.judge import Judgement
+from bakehouse.probe.judge import judge as judge_reply
+from bakehouse.probe.reply import Said
+from bakehouse.probe.suite import Suite
+from bakehouse.probe.talk import Talk
+from bakehouse.probe.types import Given, SuiteProof
+from bakehouse.recipe.gate import Question
+from bakehouse.records.model import Answer, SuiteVerdict
+
+USUAL = 1024
+"""Tokens of the prompt, where the recipe does not say and the context has room."""
+MARGIN = 64
+"""Tokens that are left for the chat template."""
+SEED = 20
+NEEDLES = (
+    (10, "The secret word of the red house is walnut.", "the red house", "walnut"),
+    (50, "The secret word of the blue house is lantern.", "the blue house", "lantern"),
+    (90, "The secret word of the green house is pepper.", "the green house", "pepper"),
+)
+"""Depth in percent, the sentence, what is asked for, the answer."""
+
+_WHO = ("A farmer", "The teacher", "An old sailor", "My neighbour", "The baker", "A young doctor")
+_DID = ("walked to", "wrote about", "drove past", "talked of", "painted", "came back from")
+_WHERE = ("the market", "the river", "the station", "a small village", "the bridge", "the hills")
+_WHEN = ("in the morning", "after lunch", "on Monday", "last week", "before the rain", "at noon")
+_WORDS = 8.0
+"""Tokens of one sentence made of these, about; what they really were is in the record."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The reply to one question about a needle."""
+
+    depth: int
+    question: Question
+    said: Said
+
+
+def haystack(tokens: int, seed: int = SEED) -> list[str]:
+    """Make sentences of about so many tokens in all; the same ones for the same seed."""
+    chosen = random.Random(seed)  # noqa: S311 - text, not secrets
+    parts = (_WHO, _DID, _WHERE, _WHEN)
+    count = max(10, int(tokens / _WORDS))
+    return [f"{' '.join(chosen.choice(part) for part in parts)}." for _ in range(count)]
+
+
+def length(given: Given) -> int:
+    """Give the tokens of the prompt: as the recipe says, within the context where it is known."""
+    wanted, room = given.probe.context, given.endpoint.context
+    free = room - given.probe.request.max_tokens - MARGIN if room else None
+    if wanted.whole and free:
+        return max(256, free)
+    if wanted.tokens:
+        return wanted.tokens
+    return max(256, min(USUAL, free)) if free else USUAL
+
+
+def prompt(tokens: int, depth: int, sentence: str, about: str) -> str:
+    """Hide the sentence at that depth, and ask for it."""
+    hay = haystack(tokens - 40)
+    hay.insert(round(len(hay) * depth / 100), sentence)
+    return f"{' '.join(hay)}\n\nWhat is the secret word of {about}? Answer with one word."
+
+
+def ask(talk: Talk, given: Given) -> tuple[Found, ...]:
+    """Ask for each needle in a prompt of its own."""
+    asker = Asker(talk, given.probe.request)
+    found: list[Found] = []
+    with talk.progress.bar("probe", "needles") as bar:
+        for depth, sentence, about, answer in NEEDLES:
+            long = prompt(length(given), depth, sentence, about)
+            said = asker.ask(Question(ask=long, answers=(answer,)))
+            short = Question(ask=f"What is the secret word of {about}?", answers=(answer,))
+            found.append(Found(depth, short, said))
+            bar.update(len(found), len(NEEDLES), "context")
+            if said.lost:
+                break
+    return tuple(found)
+
+
+def judge(found: tuple[Found, ...], given: Given) -> SuiteProof:
+    """Enough needles must be found: all, where the recipe does not say."""
+    tokens = length(given)
+    answers = tuple(_answer(one, tokens, given, found) for one in found)
+    missed = [a for a in answers if a.verdict == "wrong"]
+    mute = [a for a in answers if a.verdict in ("unanswered", "never started")]
+    first = (missed or mute or list(answers))[0]
+    right = sum(a.verdict == "right" for a in answers)
+    wanted = given.probe.context.must_find
+    possible = right + len(mute) + len(NEEDLES) - len(answers)
+    seen = check(
+        "probe.context", f"{wanted} of {len(NEEDLES)} facts found in about {tokens} tokens",
+        f"{right} found", f"{first.question}: {first.why}",
+        ok=True if right >= wanted else (None if possible >= wanted else False),
+    )  # fmt: skip
+    summary = f"{right} of {len(NEEDLES)} facts found in about {tokens} tokens"
+    verdict: SuiteVerdict = "true"
+    hint = None
+    if possible < wanted:
+        verdict = "wrong"
+        summary = f"{summary}, not the one at {found[answers.index(missed[0])].depth}%"
+        hint = "suspect RoPE scaling, the attention kernels and the type of the KV cache"
+    elif right < wanted:
+        verdict = "never started" if first.verdict == "never started" else "unstable"
+        if first.http_status == 400:
+            verdict = "unable"
+        summary = f"{summary}; {first.why}"
+        hint = "compare probe.context.tokens with the served context, and look at the server's log"
+    return SuiteProof(
+        "context", verdict, summary, (seen,), answers,
+        {"about_tokens": tokens, "found": right, "seed": SEED},
+        hint=hint, lost=any(one.said.lost for one in found),
+    )  # fmt: skip
+
+
+def _answer(one: Found, tokens: int, given: Given, found: tuple[Found, ...]) -> Answer:
+    others = [f.question for f in found if f is not one]
+    judged: Judgement = judge_reply(
+        one.question, one.said, others, asked_tokens=given.probe.request.max_tokens
+    )
+    if judged.verdict == "right":
+        judged = replace(judged, why=f"{judged.why}, at {one.depth}%")
+    said = one.said
+    return Answer(
+        question=f"{one.question.ask} (at {one.depth}% of about {tokens} tokens)", mode="chat",
+        wanted=one.question.answers, content=said.content, reasoning=said.reasoning,
+        finish_reason=said.finish_reason, verdict=judged.verdict, why=judged.why,
+        found_in=judged.found_in, tokens=said.tokens, seconds=round(said.seconds, 3),
+        http_status=said.http_status,
+    )  # fmt: skip
+
+
+SUITE = Suite("context", ask, judge)

@@ -1,0 +1,218 @@
+"""The suites `json` and `tools`: an answer bound by a schema, and a tool call that is forced."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from bakehouse.checks import check
+from bakehouse.probe.reply import Said, Told, said_of, split_thoughts
+from bakehouse.probe.suite import Suite
+from bakehouse.probe.talk import Talk
+from bakehouse.probe.types import Given, SuiteProof
+from bakehouse.recipe.gate import SuiteName
+from bakehouse.records.model import Answer, SuiteVerdict
+
+BUDGET = 128
+"""Tokens at least: a model that thinks takes what probe.request gives it."""
+
+CITIES = ["Paris", "Oslo", "Lima"]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": CITIES},
+        "country": {"type": "string", "maxLength": 20},
+        "capital": {"type": "boolean"},
+    },
+    "required": ["city", "country", "capital"],
+    "additionalProperties": False,
+}
+JSON_TASK = "Describe the city of Paris as JSON with the keys city, country and capital."
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tells the weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "enum": CITIES},
+                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+            },
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+TOOL_TASK = "What is the weather in Paris? Use celsius."
+
+
+def _ask(talk: Talk, given: Given, task: str, **more: Any) -> Told:
+    request = given.probe.request
+    budget = max(BUDGET, request.max_tokens)
+    body = {
+        "model": talk.endpoint.model or "default",
+        "messages": [{"role": "user", "content": task}],
+        "max_tokens": budget, "temperature": 0, "stream": False, **more,
+    }  # fmt: skip
+    if request.reasoning_effort:
+        body["reasoning_effort"] = request.reasoning_effort
+    return talk.post("/v1/chat/completions", body, tokens=budget)
+
+
+def ask_json(talk: Talk, given: Given) -> Told:
+    """Ask for an answer bound by a schema."""
+    shape = {"name": "city", "strict": True, "schema": SCHEMA}
+    form = {"type": "json_schema", "json_schema": shape}
+    return _ask(talk, given, JSON_TASK, response_format=form)
+
+
+@dataclass(frozen=True)
+class Called:
+    """The reply to a request with a tool, and whether the chat template knows of tools at all.
+
+    llama-server drops tools in silence where the template has no place for them.
+    """
+
+    told: Told
+    template_knows: bool | None
+
+
+def ask_tools(talk: Talk, given: Given) -> Called:
+    """Ask for a tool call; `required` with one tool forces that one on every engine."""
+    knows = None
+    if talk.endpoint.engine == "llama.cpp":
+        props = talk.get("/props").data
+        caps = props.get("chat_template_caps") if isinstance(props, dict) else None
+        knows = caps.get("supports_tools") if isinstance(caps, dict) else None
+    told = _ask(talk, given, TOOL_TASK, tools=[TOOL], tool_choice="required")
+    return Called(told, knows if isinstance(knows, bool) else None)
+
+
+def judge_json(told: Told, given: Given) -> SuiteProof:
+    """Judge an answer that the schema binds."""
+    del given  # what is judged does not depend on it
+    said = said_of(told, "chat")
+    if said.problem is not None:
+        return _unanswered("json", told, said)
+    answer, thoughts = split_thoughts(said.content)
+    if not answer.strip() and said.finish_reason == "length":
+        return _never_started("json", JSON_TASK, said)
+    fault = _json_fault(answer)
+    if not fault and thoughts and said.reasoning:
+        fault = "raw thoughts stand in the content although the server separates reasoning"
+    return _proof("json", JSON_TASK, said, fault, "an object that the schema allows")
+
+
+def _json_fault(text: str) -> str | None:
+    """Say what is wrong with a description of Paris; None where nothing is."""
+    value = _parse(text)
+    if value is None:
+        return f"no JSON object: {' '.join(text.split())[:80]}"
+    properties: dict[str, Any] = SCHEMA["properties"]
+    if set(value) != set(properties):
+        return f"its keys are {', '.join(map(str, value))[:80] or 'none'}"
+    if value["city"] != "Paris":
+        return f"its city is {value['city']!r}"[:80]
+    if not isinstance(value["country"], str) or len(value["country"]) > 20:
+        return "its country is no string of 20 characters at most"
+    return None if isinstance(value["capital"], bool) else "its capital is neither true nor false"
+
+
+def judge_tools(called: Called, given: Given) -> SuiteProof:
+    """Judge a forced tool call: the right tool, with arguments that its schema allows."""
+    del given  # what is judged does not depend on it
+    told = called.told
+    said = said_of(told, "chat")
+    if said.problem is not None:
+        return _unanswered("tools", told, said)
+    calls = _calls(told.data)
+    if not calls and called.template_knows is False:
+        why = "the chat template has no place for tools"
+        unknown = check("probe.tools", "a tool call", None, f"GET /props: {why}", ok=None)
+        hint = "serve with a template that has (--chat-template-file), or leave tools out"
+        return SuiteProof("tools", "unable", why, (unknown,), hint=hint)
+    if not calls and said.finish_reason == "length":
+        return _never_started("tools", TOOL_TASK, said)
+    fault = _call_fault(calls)
+    return _proof("tools", TOOL_TASK, said, fault, "a call of get_weather for Paris in celsius",
+                  shown=json.dumps(calls, default=str)[:300] if calls else None)  # fmt: skip
+
+
+def _calls(data: Any) -> list[Any]:
+    """Give the tool calls of a chat completion."""
+    message = data["choices"][0]["message"]  # `said_of` has seen to it that it is there
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) else []
+
+
+def _call_fault(calls: list[Any]) -> str | None:
+    if not calls:
+        return "no tool was called"
+    call = calls[0].get("function") if isinstance(calls[0], dict) else None
+    if not isinstance(call, dict):
+        return "the tool call holds no function"
+    if call.get("name") != "get_weather":
+        return f"the tool {str(call.get('name'))[:60]!r} was called"
+    arguments = call.get("arguments")
+    value = arguments if isinstance(arguments, dict) else _parse(str(arguments or ""))
+    if value is None:
+        return f"its arguments are no JSON object: {str(arguments)[:80]}"
+    wanted = {"city": "Paris", "unit": "celsius"}
+    return None if value == wanted else f"its arguments are {json.dumps(value)[:120]}"
+
+
+def _parse(text: str) -> dict[str, Any] | None:
+    """Parse an object, also one that stands in a fence of Markdown."""
+    bare = text.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
+    try:
+        value = json.loads(bare)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _proof(
+    suite: SuiteName, task: str, said: Said, fault: str | None, expected: str,
+    shown: str | None = None,
+) -> SuiteProof:  # fmt: skip
+    text = shown or " ".join(said.content.split())[:300] or "nothing"
+    seen = check(f"probe.{suite}", expected, fault or "one", text, ok=fault is None)
+    answer = _answer(task, said, "wrong" if fault else "right", fault or expected, text)
+    if fault is None:
+        return SuiteProof(suite, "true", f"gives {expected}", (seen,), (answer,))
+    hint = "suspect the grammar or guided decoding, the chat template and the tool parser"
+    return SuiteProof(suite, "wrong", fault, (seen,), (answer,), hint=hint)
+
+
+def _answer(task: str, said: Said, verdict: str, why: str, text: str) -> Answer:
+    return Answer(
+        question=task, mode="chat", wanted=("see the schema",), content=said.content or text,
+        reasoning=said.reasoning, finish_reason=said.finish_reason, verdict=verdict, why=why,
+        tokens=said.tokens, seconds=round(said.seconds, 3), http_status=said.http_status,
+    )  # fmt: skip
+
+
+def _never_started(suite: SuiteName, task: str, said: Said) -> SuiteProof:
+    why = "the budget ended before any answer"
+    seen = check(f"probe.{suite}", "an answer", None, why, ok=None)
+    answer = _answer(task, said, "never started", why, "")
+    hint = "set probe.request.reasoning_effort: low, or raise probe.request.max_tokens"
+    return SuiteProof(suite, "never started", why, (seen,), (answer,), hint=hint)
+
+
+def _unanswered(suite: SuiteName, told: Told, said: Said) -> SuiteProof:
+    """A server that refuses the request lacks the capability; any other problem is its state."""
+    refused = told.http_status in (400, 404, 405, 422, 501)
+    verdict: SuiteVerdict = "unable" if refused else "unstable"
+    why = said.problem or ""
+    seen = check(f"probe.{suite}", "an answer", None, why, ok=None)
+    hint = "look at the server's log"
+    if refused:
+        hint = f"start the engine with what {suite} needs (llama-server: --jinja; vLLM: a parser)"
+    return SuiteProof(suite, verdict, why, (seen,), hint=hint, lost=told.lost)
+
+
+JSON = Suite("json", ask_json, judge_json)
+TOOLS = Suite("tools", ask_tools, judge_tools)

@@ -1,0 +1,259 @@
+"""Likelihood and reference: held against golden values, two-sided, or only provisional."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bakehouse.checks import Verdict
+from bakehouse.errors import HostError, LockError, NotHealthy
+from bakehouse.lock import FilePin, Lock, WeightPin
+from bakehouse.probe.accept import take_golden
+from bakehouse.probe.golden import (
+    backend_of,
+    golden_path,
+    known_of,
+    read_golden,
+    weights16,
+    write_golden,
+)
+from bakehouse.probe.prove import prove
+from bakehouse.probe.score import Scored
+from bakehouse.probe.suites import likelihood, reference
+from bakehouse.probe.types import Given, Golden, GoldenPlace, GoldenText, Known, SuiteProof
+from bakehouse.recipe.gate import Likelihood, Probe
+from tests.support.scripted import Llama, Scripted, endpoint
+from tests.support.serving import recipe
+
+ROOT = Path(__file__).parents[2]
+KNOWN = Known("a" * 16, "f16", "cpu", "same", Path("/golden"))
+OTHER_BUILD = replace(KNOWN, identity="other")
+OTHER_BACKEND = replace(KNOWN, backend="cuda", identity="other")
+TOKENS = tuple(range(60))
+
+
+def scores(shift: float = 0.0, spread: float = 0.0, seed: int = 1) -> dict[str, Scored]:
+    """Scores of all texts, moved by a shift, and each by up to twice the spread either way."""
+    noise = random.Random(seed)
+    return {
+        name: Scored(
+            TOKENS,
+            tuple(
+                -2.5 + (n % 7) / 10 - shift + noise.choice([-spread, spread])
+                for n in range(len(TOKENS) - 1)
+            ),
+            how="grammar",
+        )
+        for name in likelihood.texts()
+    }
+
+
+def golden(of: Mapping[str, Scored] | None = None) -> Golden:
+    return Golden(
+        weights16=KNOWN.weights16, kv_cache="f16", backend="cpu", identity="same",
+        data=likelihood.data_digest(),
+        texts={n: GoldenText(tokens=s.tokens, logprobs=s.logprobs)
+               for n, s in (of or scores()).items()},
+    )  # fmt: skip
+
+
+def judged(
+    scored: Mapping[str, Scored], known: Known = KNOWN, told: Golden | None = None, **wanted: float
+) -> SuiteProof:
+    probe = Probe(likelihood=Likelihood.model_validate(wanted))
+    return likelihood.judge(scored, Given(endpoint(), probe, known, told or golden()))
+
+
+def failed(proof: SuiteProof) -> set[str]:
+    return {c.id.removeprefix("probe.likelihood") for c in proof.checks if not c.passed}
+
+
+class TestLikelihood:
+    def test_without_a_golden_value_only_the_ceiling_is_asked(self) -> None:
+        proof = likelihood.judge(scores(), Given(endpoint(), Probe(), KNOWN, None))
+        assert (proof.verdict, proof.good) == ("true (provisional)", True)
+        wrong = likelihood.judge(scores(3.0), Given(endpoint(), Probe(), KNOWN, None))
+        assert (wrong.verdict, failed(wrong)) == ("wrong", {""})
+
+    def test_golden_values_of_other_texts_say_nothing(self) -> None:
+        old = golden().model_copy(update={"data": "0" * 16})
+        assert judged(scores(0.5), told=old).verdict == "true (provisional)"
+
+    @pytest.mark.parametrize("shift", [0.0, 0.003, -0.003])
+    def test_the_same_is_true(self, shift: float) -> None:
+        proof = judged(scores(shift))
+        assert (proof.verdict, failed(proof)) == ("true", set())
+        assert proof.figures["golden"]["difference"] == pytest.approx(shift, abs=1e-9)
+
+    @pytest.mark.parametrize(
+        ("known", "bound"),
+        [
+            (KNOWN, likelihood.SAME_SERVER),
+            (OTHER_BUILD, likelihood.SAME_BACKEND),
+            (OTHER_BACKEND, likelihood.OTHER_BACKEND),
+        ],
+    )
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_the_bound_is_two_sided_and_goes_by_the_cause_of_noise(
+        self, known: Known, bound: likelihood.Bound, sign: int
+    ) -> None:
+        assert judged(scores(sign * 0.9 * bound.mean), known).good
+        beyond = judged(scores(sign * 1.1 * bound.mean), known)
+        assert beyond.verdict == "wrong"
+        assert failed(beyond) == {".golden"}
+
+    def test_single_tokens_tell_what_the_mean_hides(self) -> None:
+        proof = judged(scores(spread=0.1), tolerance=10)
+        assert failed(proof) == {".spread"}
+
+    def test_a_recipe_may_say_otherwise(self) -> None:
+        assert judged(scores(0.05), tolerance=0.06, spread=0.06).good
+        assert not judged(scores(0.001), tolerance=0.0005).good
+        assert not judged(scores(), ceiling=1.0).good
+
+    def test_other_tokens_are_another_tokenizer(self) -> None:
+        other = {n: replace(s, tokens=(*TOKENS[:-1], 999)) for n, s in scores().items()}
+        proof = judged(other)
+        assert failed(proof) == {".tokens"}
+        assert proof.verdict == "wrong"
+
+    @pytest.mark.parametrize(
+        ("trouble", "verdict", "seen"),
+        [
+            ("numbers", "wrong", Verdict.FAILED),
+            ("unable", "unable", Verdict.UNKNOWN),
+            ("lost", "unstable", Verdict.UNKNOWN),
+            ("reply", "unstable", Verdict.UNKNOWN),
+        ],
+    )
+    def test_no_numbers(self, trouble: str, verdict: str, seen: Verdict) -> None:
+        bad = {**scores(), "code": Scored(problem="why", trouble=trouble)}  # type: ignore[arg-type]
+        proof = judged(bad)
+        assert (proof.verdict, proof.checks[0].verdict) == (verdict, seen)
+        assert "why" in proof.summary
+        assert proof.lost == (trouble == "lost")
+
+
+class TestReference:
+    GOLDEN = golden().model_copy(
+        update={
+            "prompt": (1, 2),
+            "places": tuple(
+                GoldenPlace(tokens=(n, n + 100), logprobs=(-0.2, -1.8)) for n in range(10)
+            ),
+        }
+    )
+
+    def compare(self, tops: Sequence[tuple[tuple[int, float], ...]]) -> SuiteProof:
+        run = Scored((1, 2, *range(10)), (-0.2,) * 11, (((5, -1.0),), *tops), "grammar")
+        return reference.judge(run, Given(endpoint(), Probe(), KNOWN, self.GOLDEN))
+
+    def test_the_same_run_is_true(self) -> None:
+        proof = self.compare([((n, -0.2), (n + 100, -1.8)) for n in range(10)])
+        assert (proof.verdict, proof.figures["agreement"]) == ("true", 1)
+        assert proof.figures["divergence_nats"] == pytest.approx(0, abs=1e-6)
+
+    def test_one_near_tie_may_fall_the_other_way(self) -> None:
+        tops = [((n, -0.2), (n + 100, -1.8)) for n in range(10)]
+        tops[4] = ((104, -0.69), (4, -0.7))
+        proof = self.compare(tops)
+        assert proof.figures["agreement"] == pytest.approx(0.9)
+        assert "place 4" in proof.checks[0].observed
+
+    def test_other_tokens_or_other_probabilities_are_wrong(self) -> None:
+        other = self.compare([((n + 100, -0.2), (n, -1.8)) for n in range(10)])
+        assert (other.verdict, other.checks[0].passed) == ("wrong", False)
+        flat = self.compare([((n, -1.0), (n + 100, -1.5)) for n in range(10)])
+        assert [c.passed for c in flat.checks] == [True, False]
+
+    def test_a_token_that_is_not_named_is_as_likely_as_the_last_one_that_is(self) -> None:
+        was = GoldenPlace(tokens=(1, 2), logprobs=(-0.1, -3.0))
+        assert reference.divergence(was, {1: -0.1, 3: -3.0}) == pytest.approx(0, abs=1e-9)
+        assert reference.divergence(was, {}) > 10
+
+    def test_no_reference_no_proof(self) -> None:
+        proof = reference.judge(None, Given(endpoint(), Probe()))
+        assert (proof.verdict, proof.good) == ("unable", False)
+        assert "--accept-golden" in (proof.hint or "")
+
+
+def lock(*files: FilePin) -> Lock:
+    pin = WeightPin(origin="path", files=files)
+    return Lock(recipe="x", engine="llama.cpp", wants="", weights={"model": pin, "drafter": pin})
+
+
+class TestGolden:
+    FILE = FilePin(path="a/model.gguf", size=5, sha256="1" * 64)
+
+    def test_taken_from_one_server_and_found_again_by_the_next(self, tmp_path: Path) -> None:
+        known = replace(KNOWN, goldens=tmp_path / "golden")
+        server = Scripted(Llama(lambda place: -1.5 - (place % 3) / 10))
+        path = write_golden(known, take_golden(server, endpoint(), known, version="b1"))
+        assert path == tmp_path / "golden" / f"{'a' * 16}-f16.json"
+        assert len(path.read_text().splitlines()) < 600
+        probe = Probe(suites=("likelihood", "reference"))
+        proof = prove(server, endpoint(), probe, known=known)
+        assert (proof.word, proof.verdict) == ("true", Verdict.PASSED)
+        moved = Scripted(Llama(lambda place: -1.6 - (place % 3) / 10))
+        assert prove(moved, endpoint(), probe, known=known).word == "wrong"
+
+    def test_a_server_that_cannot_gives_none(self) -> None:
+        server = Scripted(lambda *_: (404, {"error": "no"}))
+        with pytest.raises(NotHealthy, match="golden values cannot be taken"):
+            take_golden(server, endpoint(), KNOWN)
+
+    @pytest.mark.parametrize("text", ["", "{}", "[]", "{", '{"schema": 2}', "\x00"])
+    def test_a_damaged_file_is_an_error_that_says_so(self, tmp_path: Path, text: str) -> None:
+        known = replace(KNOWN, goldens=tmp_path)
+        golden_path(known).write_text(text)
+        with pytest.raises(LockError, match="no golden values"):
+            read_golden(known)
+
+    def test_a_file_of_other_weights_is_refused(self, tmp_path: Path) -> None:
+        known = replace(KNOWN, goldens=tmp_path)
+        write_golden(known, golden())
+        with pytest.raises(LockError, match="belong to"):
+            golden_path(known).rename(golden_path(replace(known, kv_cache="q8_0")))
+            read_golden(replace(known, kv_cache="q8_0"))
+
+    def test_none_is_none(self, tmp_path: Path) -> None:
+        assert read_golden(None) is None
+        assert read_golden(replace(KNOWN, goldens=tmp_path)) is None
+
+    def test_a_folder_in_its_place_is_no_traceback(self, tmp_path: Path) -> None:
+        known = replace(KNOWN, goldens=tmp_path)
+        golden_path(known).mkdir()
+        with pytest.raises(HostError):
+            read_golden(known)
+        with pytest.raises(HostError):
+            write_golden(known, golden())
+
+    def test_weights_are_known_by_their_content(self) -> None:
+        one = weights16(lock(self.FILE))
+        assert len(one) == 16
+        assert weights16(lock(self.FILE.model_copy(update={"path": "b.gguf"}))) == one
+        assert weights16(lock(self.FILE.model_copy(update={"sha256": "2" * 64}))) != one
+
+    def test_known_of_a_recipe(self, tmp_path: Path) -> None:
+        wanted = recipe(serve={"kv_cache": "q8_0"})
+        known = known_of(wanted, lock(self.FILE), tmp_path, "id")
+        assert (known.kv_cache, known.backend, known.identity) == ("q8_0", "cpu", "id")
+        assert known.goldens == tmp_path / "golden"
+        hip = recipe(build={"cmake": {"GGML_HIP": True}})
+        assert backend_of(hip) == "hip"
+        assert known_of(recipe(), lock(self.FILE), tmp_path).kv_cache == "f16"
+
+    def test_the_golden_values_that_come_along_are_of_the_texts_that_come_along(self) -> None:
+        files = list((ROOT / "recipes" / "golden").glob("*.json"))
+        assert files
+        for file in files:
+            one = Golden.model_validate(json.loads(file.read_text()))
+            assert one.data == likelihood.data_digest()
+            assert file.name == f"{one.weights16}-{one.kv_cache}.json"
+            assert one.texts.keys() == likelihood.texts().keys()
+            assert len(one.places) == reference.PLACES
