@@ -95,17 +95,23 @@ def plan(
     _main("plan", json, debug, recipe=recipe, set_=set_)
 
 
-@_task(recipe=RECIPE, set_=SET, locked=LOCKED)
+@_task(
+    recipe=RECIPE,
+    set_=SET,
+    locked=LOCKED,
+    rehash="read every weight file again, whatever is remembered of it",
+)
 def fetch(
     _: Context,
     recipe: str | None = None,
     set_: Flags = None,
     locked: bool = False,
+    rehash: bool = False,
     json: bool = False,
     debug: bool = False,
 ) -> None:
     """Fetch sources and weights, by hash, resuming what is there."""
-    _main("fetch", json, debug, recipe=recipe, set_=set_, locked=locked)
+    _main("fetch", json, debug, recipe=recipe, set_=set_, locked=locked, rehash=rehash)
 
 
 @_task(

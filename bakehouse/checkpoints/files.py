@@ -174,6 +174,11 @@ def read_index(path: Path) -> dict[str, str]:
         if source.size > MAX_INDEX:
             raise _bad_index(path, f"it has {source.size} bytes")
         raw = source.read(0, source.size)
+    return parse_index(raw, path)
+
+
+def parse_index(raw: bytes, path: Path | PurePosixPath) -> dict[str, str]:
+    """Read an index's bytes; `path` is what messages call it. Raises CheckpointError."""
     try:
         data = json.loads(raw.decode())
         weights = data["weight_map"]
@@ -223,7 +228,7 @@ def _twice(tensor: str, one: str, other: str) -> CheckpointError:
     )
 
 
-def _bad_index(path: Path, what: str) -> CheckpointError:
+def _bad_index(path: Path | PurePosixPath, what: str) -> CheckpointError:
     return CheckpointError(
         f"the safetensors index is damaged: {what}", where=str(path), hint="fetch it again"
     )

@@ -21,6 +21,8 @@ class Options:
     recipe: str
     set: tuple[str, ...] = ()
     locked: bool = False
+    rehash: bool = False
+    """Whether every file is read again, whatever is remembered of it."""
 
 
 def run(ctx: Context, options: Options) -> Outcome:
@@ -29,7 +31,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     lock = ensure_lock(ctx, loaded, locked=options.locked)
     ensure_tree(ctx, lock)
     wheels = fetch_toolkit(ctx, lock.toolkit) if lock.toolkit else ()
-    weights = ensure(ctx, loaded, lock)
+    weights = ensure(ctx, loaded, lock, rehash=options.rehash)
     lines = []
     source = None
     if lock.source and lock.source_tree:

@@ -164,6 +164,7 @@ class Download:
             status=status,
             where=self.shown,
             hint=_status_hint(status),
+            headers=dict(response.headers),
         )
 
     def _receive(self, response: requests.Response, begin: int) -> None:

@@ -49,9 +49,18 @@ class HttpStatus(HostError):
 
     default_id: ClassVar[str] = "http-status"
 
-    def __init__(self, what: str, *, status: int, where: str, hint: str | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        status: int,
+        where: str,
+        hint: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(what, where=where, hint=hint)
         self.status = status
+        self.headers = headers or {}
 
 
 class Http(Protocol):

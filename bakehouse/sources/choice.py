@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from bakehouse.errors import LockError
 from bakehouse.redact import clean
 
+WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.(gguf|safetensors)")
 
 
@@ -56,6 +57,14 @@ def choose(names: Iterable[str], glob: str, where: str) -> list[str]:
         )
     for name in chosen:
         check_name(name, where)
+    if not any(name.endswith(WEIGHTS) for name in chosen):
+        raise LockError(
+            f"there is no weight file among the {len(chosen)} that fit '{clean(glob)}', "
+            f"only such as {clean(chosen[0])}",
+            where=where,
+            hint="where only the configuration was fetched, fetch the weights; or widen the glob",
+            id="weights-missing",
+        )
     check_shards(chosen, where)
     return chosen
 

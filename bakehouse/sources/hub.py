@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound, UsageError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 ENDPOINT = "https://huggingface.co"
 ATTEMPTS = 4
 MAX_LISTING = 64 * 2**20
+MAX_PAGES = 200
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
@@ -97,13 +98,47 @@ def list_files(ctx: Context, repository: str, revision: str) -> HubListing:
         )
     if COMMIT.fullmatch(revision) and revision != commit:
         raise LockError(f"the hub answers with commit {commit}", where=where)
+    if any(file.size is None for file in files):  # some hubs do not know `blobs`
+        files = tuple(_tree(ctx, base, commit, where))
     return HubListing(repository, commit, files)
+
+
+def _tree(ctx: Context, base: str, commit: str, where: str) -> Iterator[HubFile]:
+    """The files by the hub's other listing, page by page."""
+    url = f"{base}/tree/{commit}?recursive=true"
+    for _ in range(MAX_PAGES):
+        reply = _ask(ctx, url, where)
+        if reply.status != 200:
+            raise refused(reply.status, reply.headers, where, bool(headers(ctx.environment)))
+        try:
+            rows = [row for row in reply.json() if row["type"] == "file"]
+            made = [_file({**row, "rfilename": row["path"]}) for row in rows]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise HostError(
+                "the hub's answer is not a listing",
+                where=where,
+                hint="see that HF_ENDPOINT is a hub and that no portal stands before it",
+                id="hub",
+            ) from error
+        yield from made
+        link = {key.lower(): value for key, value in reply.headers.items()}.get("link", "")
+        following = re.search(r"<([^<>]+)>\s*;\s*rel=\"?next\"?", link)
+        if not following:
+            return
+        url = urljoin(url, following[1])
+        if not url.startswith(f"{base}/tree/"):  # the token goes along
+            raise HostError("the hub's listing leads elsewhere", where=where, id="hub",
+                            hint="see that HF_ENDPOINT is right")  # fmt: skip
+    raise HostError("the hub's listing has no end", where=where, id="hub",
+                    hint="see that HF_ENDPOINT is a hub")  # fmt: skip
 
 
 def _file(sibling: Mapping[str, Any]) -> HubFile:
     lfs = sibling.get("lfs") or {}
     size = lfs.get("size", sibling.get("size"))
-    sha256 = lfs.get("sha256")
+    sha256 = lfs.get("sha256") or lfs.get("oid")
+    if isinstance(sha256, str):
+        sha256 = sha256.removeprefix("sha256:")
     if sha256 is not None and not re.fullmatch(r"[0-9a-f]{64}", sha256):
         raise ValueError(sha256)
     return HubFile(str(sibling["rfilename"]), size if isinstance(size, int) else None, sha256)
@@ -189,4 +224,4 @@ def refused(status: int, sent: Mapping[str, str], where: str, with_token: bool) 
 
 def explain(error: HttpStatus, where: str, environment: Mapping[str, str]) -> BakehouseError:
     """Put a refused download into the hub's terms."""
-    return refused(error.status, {}, where, bool(headers(environment)))
+    return refused(error.status, error.headers, where, bool(headers(environment)))

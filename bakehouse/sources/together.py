@@ -1,0 +1,89 @@
+"""Several files at once: hashed on all cores, fetched over several connections."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+from bakehouse.progress import Bar
+
+T = TypeVar("T")
+LINGER_S = 2.0
+"""What a job gets to notice that it is called off, in seconds."""
+
+
+class _CalledOff(Exception):
+    """Another job failed, or we were interrupted."""
+
+
+_off = threading.local()
+
+
+def all_at_once(jobs: Sequence[Callable[[], T]], most: int) -> list[T]:
+    """Run jobs on at most `most` threads; give what they gave, in their order.
+
+    The first error, or an interrupt, calls the others off: each notices with its next report of
+    progress (`Together`). One that waits for a silent host is left behind, and ends with us.
+    """
+    if len(jobs) <= 1:
+        return [job() for job in jobs]
+    done: dict[int, T] = {}
+    errors: list[BaseException] = []
+    waiting = iter(enumerate(jobs))
+    lock, off = threading.Lock(), threading.Event()
+
+    def work() -> None:
+        _off.event = off
+        while not off.is_set():
+            with lock:
+                number, job = next(waiting, (-1, None))
+            if job is None:
+                return
+            try:
+                done[number] = job()
+            except _CalledOff:
+                return
+            except BaseException as error:  # handed to whoever waits
+                errors.append(error)
+                off.set()
+
+    count = max(1, min(most, len(jobs)))
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive() and not off.is_set():
+                thread.join(0.1)
+    finally:
+        off.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(LINGER_S)
+    if errors:
+        raise errors[0]
+    return [done[number] for number in range(len(jobs))]
+
+
+class Together:
+    """One bar for several pieces of work, whose totals are known."""
+
+    def __init__(self, bar: Bar, total: int) -> None:
+        self._bar = bar
+        self._total = total
+        self._done: dict[Hashable, int] = {}
+        self._lock = threading.Lock()
+
+    def of(self, key: Hashable) -> Callable[[int, int | None], None]:
+        """What one piece reports to: bytes done, and its total, which is not needed."""
+
+        def report(done: int, _: int | None = None) -> None:
+            event = getattr(_off, "event", None)
+            if event is not None and event.is_set():
+                raise _CalledOff
+            with self._lock:
+                self._done[key] = done
+                self._bar.update(sum(self._done.values()), self._total)
+
+        return report
