@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from bakehouse.checkpoints.files import join_gguf, read_path
-from bakehouse.checkpoints.gguf import read_gguf
-from bakehouse.checkpoints.hf_shape import MAX_CONFIG, hf_shape, parse_config
-from bakehouse.checkpoints.safetensors import read_safetensors
-from bakehouse.checkpoints.whole import Checkpoint, CheckpointFile
+from bakehouse.checkpoints.files import read_path
 from bakehouse.context import Context
-from bakehouse.errors import BakehouseError, CheckpointError, HostError, NotFound, UsageError
+from bakehouse.errors import HostError, NotFound, UsageError
 from bakehouse.memory.advice import table
 from bakehouse.memory.demand import Demand, demand_of
 from bakehouse.memory.ladder import (
@@ -29,14 +25,10 @@ from bakehouse.memory.recipe import find_machine, locked_weights, recipe_budget
 from bakehouse.memory.types import Budget
 from bakehouse.memory.weight import Weight
 from bakehouse.outcome import Outcome
+from bakehouse.preflight.listing import Found, on_hub
 from bakehouse.recipe.load import Loaded, find, load
 from bakehouse.resolve import lock_path, read_lock
-from bakehouse.sources import hub
-from bakehouse.sources.ranges import RemoteFile
 from bakehouse.sources.weights import locate
-
-MAX_HEADERS = 40
-"""Files of one variant whose headers are read; more are too many requests for an estimate."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +45,6 @@ class Options:
     speculation: str | None = None
 
 
-@dataclass(frozen=True)
-class Found:
-    """The variants of a model, and what their headers told. `notes` are for the reader."""
-
-    variants: tuple[Variant, ...]
-    figures: Figures | None
-    notes: tuple[str, ...] = ()
-
-
 def run(ctx: Context, options: Options) -> Outcome:
     """Judge. Raises UsageError, RecipeError, NotFound, HostError, CheckpointError."""
     if (options.recipe is None) == (options.hub is None):
@@ -74,7 +57,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     budget: Budget | None = None
     if options.hub:
         demand = Demand("llama.cpp")
-        found = _on_hub(ctx, options.hub, options.revision or "main")
+        found = on_hub(ctx, options.hub, options.revision or "main")
         beside: dict[str, Weight] = {}
     else:
         loaded = load(find(options.recipe or "", ctx.recipes), options.set)
@@ -138,40 +121,6 @@ def _factor(value: str | None) -> float:
     return float(value)
 
 
-def _on_hub(ctx: Context, repository: str, revision: str) -> Found:
-    listing = hub.list_files(ctx, repository, revision)
-    sizes = {f.path: f.size for f in listing.files if f.size is not None}
-    variants = variants_in(sizes.items())
-    if not variants:
-        raise NotFound(f"{repository} holds no GGUF and no safetensors files",
-                       where=f"revision {listing.commit}", hint="check the name")  # fmt: skip
-    smallest = next((v for v in variants if v.complete), None)
-    if smallest is None:
-        return Found(variants, None)
-    try:
-        checkpoint = _remote(ctx, listing, smallest)
-    except BakehouseError as error:
-        # Sizes alone are worth a ladder; what they cannot tell is then said to be unknown.
-        return Found(variants, None, (f"header of {smallest.name}: {error.what}",))
-    return Found(variants, Figures.read(checkpoint, smallest.name))
-
-
-def _remote(ctx: Context, listing: hub.HubListing, variant: Variant) -> Checkpoint:
-    if len(variant.files) > MAX_HEADERS:
-        raise CheckpointError(f"{len(variant.files)} files are too many to ask for")
-    sources = [RemoteFile.of(ctx, listing, path, size) for path, size in variant.files]
-    if variant.format == "gguf":
-        return join_gguf([read_gguf(source) for source in sources])
-    files = []
-    for source in sources:
-        header = read_safetensors(source)
-        files.append(CheckpointFile(header.name, header.file_size, header.tensors))
-    path = str(PurePosixPath(variant.files[0][0]).parent / "config.json")
-    raw = hub.small_file(ctx, listing.repository, listing.commit, path, MAX_CONFIG)
-    config = parse_config(raw, path)
-    return Checkpoint("safetensors", tuple(files), hf_shape(config, path), config)
-
-
 def _weights(ctx: Context, loaded: Loaded) -> dict[str, Weight]:
     """The recipe's weights: by its lock where there is one, else those that lie on this machine."""
     lock = read_lock(lock_path(loaded.path))
@@ -198,7 +147,7 @@ def _of_recipe(ctx: Context, loaded: Loaded, weights: Mapping[str, Weight]) -> F
     weight = weights.get("model")
     if model.hub:
         try:
-            found = _on_hub(ctx, model.hub, model.revision or "main")
+            found = on_hub(ctx, model.hub, model.revision or "main")
         except HostError as error:
             if weight is None:
                 raise

@@ -22,7 +22,7 @@ from bakehouse.outcome import Outcome
 from bakehouse.plan.types import BuildPlan, ServePlan
 from bakehouse.plan.whole import make_plan, survey
 from bakehouse.preflight import combinations
-from bakehouse.preflight.admit import admit
+from bakehouse.preflight.admit import admit, refuse_by_size
 from bakehouse.probe.golden import known_of
 from bakehouse.probe.prove import answer_lines, prove
 from bakehouse.recipe.guard import MemoryGuard
@@ -109,7 +109,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         lock = ensure_lock(ctx, loaded, locked=options.locked)
         record.pin(lock=digest(lock))
         wanted = _wanted(ctx, loaded, lock, options, key)
-        _early(ctx, wanted, record)
+        _early(ctx, wanted, record, options.accept_memory_risk)
         weights = ensure_weights(ctx, loaded, lock)
         files = {role: paths.files for role, paths in weights.items()}
         _admit(ctx, wanted, files, record, options.accept_memory_risk)
@@ -139,11 +139,17 @@ def _wanted(ctx: Context, loaded: Loaded, lock: Lock, options: Options, key: str
     return Wanted(loaded, lock, plan.build, plan.serve, asked, key, folder)
 
 
-def _early(ctx: Context, wanted: Wanted, record: Run) -> None:
-    """Refuse a taken port, and what is known to be bad, before a build that may take long."""
-    if not look(wanted.folder).alive:
+def _early(ctx: Context, wanted: Wanted, record: Run, risk: str) -> None:
+    """Refuse before a fetch and a build that may take hours what is plain already.
+
+    A taken port, what is known to be bad, weights that are larger than all the memory there is.
+    """
+    alive = look(wanted.folder).alive
+    if not alive:
         refuse_taken(wanted.plan.host, wanted.plan.port)
     _known_bad(ctx, wanted, record)
+    if not alive and not risk:
+        refuse_by_size(ctx, wanted.recipe, wanted.lock, wanted.plan.argv)
 
 
 def _known_bad(

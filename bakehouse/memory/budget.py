@@ -96,6 +96,12 @@ class _Count:
     def compute_pool(self) -> Pool:
         return self.machine.pool if self.demand.gpu_layers != 0 else Pool.SYSTEM
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether llama.cpp computes with the weights on the CPU."""
+        cpu = not self.machine.has_gpu or self.demand.gpu_layers == 0
+        return self.demand.engine == "llama.cpp" and cpu
+
     def add(
         self, item: str, size: int, formula: str, source: str, pool: Pool, *,
         basis: Basis = Basis.COMPUTED, phase: Phase = Phase.ALWAYS,
@@ -135,6 +141,11 @@ class _Count:
         for role, weight in self.weights.items():
             item = "weights" if role == "model" else role
             what = "sum of tensor sizes" if weight.checkpoint else "sum of file sizes"
+            if pool is Pool.SYSTEM and self.on_cpu and (packed := weight.repackable):
+                what += (
+                    f"; {gib(packed)} of it in types that the CPU may repack into buffers of its "
+                    "own: then the mapped pages of those can be reclaimed"
+                )
             if not split or role != "model":
                 self.add(item, weight.resident, what, weight.source, pool)
                 continue

@@ -11,6 +11,8 @@ from bakehouse.checkpoints.shape import ModelShape
 from bakehouse.checkpoints.whole import Checkpoint, layer_number
 from bakehouse.lock import WeightPin
 
+REPACKED = {"Q1_0", "Q2_K", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4"}
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -50,6 +52,17 @@ class Weight:
         if self.checkpoint is None:
             return self.figures
         return self.checkpoint.shape if self.checkpoint.shape.layers else self.figures
+
+    @property
+    def repackable(self) -> int:
+        """Bytes of a GGUF in types that llama.cpp's CPU backend may repack, depending on the CPU.
+
+        Source: ggml-cpu/repack.cpp of build 11434.
+        """
+        if self.checkpoint is None or self.checkpoint.format != "gguf":
+            return 0
+        types = self.checkpoint.types
+        return sum(size for name, (_, size) in types.items() if name.upper() in REPACKED)
 
     def offloaded(self, gpu_layers: int | None) -> int:
         """Bytes of a GGUF that go to the GPU with `-ngl gpu_layers`: the last layers come first.

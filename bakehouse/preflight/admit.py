@@ -12,11 +12,17 @@ from bakehouse.errors import BakehouseError, CheckpointError
 from bakehouse.lock import Lock
 from bakehouse.memory.advice import refusal
 from bakehouse.memory.machine import Machine
-from bakehouse.memory.recipe import best_context, find_machine, recipe_budget
-from bakehouse.memory.types import Budget
+from bakehouse.memory.recipe import (
+    best_context,
+    find_machine,
+    locked_weights,
+    recipe_budget,
+)
+from bakehouse.memory.types import Budget, Pool
 from bakehouse.memory.weight import Weight
 from bakehouse.ports.git import Git, GitFailed
 from bakehouse.preflight.combinations import types_in
+from bakehouse.preflight.listing import fitting_quant
 from bakehouse.preflight.weights import ARCHITECTURE_TABLE, Inspected, architectures_in, inspect
 from bakehouse.recipe.model import Recipe
 from bakehouse.sources.tree import repository_of
@@ -76,9 +82,33 @@ def admit(
         raise refusal(
             budget,
             context=best_context(machine, recipe, weights, argv),
+            quant=fitting_quant(ctx, machine, recipe, weights, argv),
             mapped=recipe.engine == "llama.cpp",
         )
     return Admission(checks, budget, types_in(seen.checkpoints.values()))
+
+
+def refuse_by_size(
+    ctx: Context,
+    recipe: Recipe,
+    lock: Lock,
+    argv: Sequence[str],
+    machine: Machine | None = None,
+) -> None:
+    """Refuse weights that are larger than all memory there is, before hours of fetching them.
+
+    Only sizes are known yet, so nothing else is counted. Raises HostError (exit 9).
+    """
+    machine = machine or find_machine(ctx.processes)
+    weights = locked_weights(lock, {})
+    pools = (Pool.GPU, Pool.SYSTEM) if machine.discrete else (Pool.SYSTEM,)
+    room = machine.available + (machine.gpu_free() if machine.discrete else 0)
+    room -= sum(machine.reserve(pool) for pool in pools)
+    if sum(weight.size for weight in weights.values()) <= room:
+        return
+    budget = recipe_budget(machine, recipe, weights, argv)
+    if not budget.fits:
+        raise refusal(budget, quant=fitting_quant(ctx, machine, recipe, weights, argv))
 
 
 def _refuse_files(seen: Inspected) -> None:

@@ -67,8 +67,8 @@ def file_url(ctx: Context, repository: str, commit: str, path: str) -> str:
     return f"{endpoint(ctx.environment)}/{repository}/resolve/{commit}/{quote(path)}"
 
 
-def list_files(ctx: Context, repository: str, revision: str) -> HubListing:
-    """Ask what a repository holds at a branch, tag or commit.
+def list_files(ctx: Context, repository: str, revision: str, *, patient: bool = True) -> HubListing:
+    """Ask what a repository holds at a branch, tag or commit; once only unless `patient`.
 
     Raises NotFound (no such repository or revision), HostError (a token is needed, terms are to be
     accepted, the hub cannot be reached), UsageError.
@@ -80,7 +80,7 @@ def list_files(ctx: Context, repository: str, revision: str) -> HubListing:
     where = f"{endpoint(ctx.environment)}/{repository}, revision {clean(revision)}"
     base = f"{endpoint(ctx.environment)}/api/models/{repository}"
     url = f"{base}/revision/{quote(revision, safe='')}?blobs=true"
-    reply = _ask(ctx, url, where)
+    reply = _ask(ctx, url, where, attempts=ATTEMPTS if patient else 1)
     if reply.status != 200:
         raise refused(reply.status, reply.headers, where, bool(headers(ctx.environment)))
     try:
@@ -144,7 +144,9 @@ def _file(sibling: Mapping[str, Any]) -> HubFile:
     return HubFile(str(sibling["rfilename"]), size if isinstance(size, int) else None, sha256)
 
 
-def _ask(ctx: Context, url: str, where: str, max_bytes: int = MAX_LISTING) -> Reply:
+def _ask(
+    ctx: Context, url: str, where: str, max_bytes: int = MAX_LISTING, *, attempts: int = ATTEMPTS
+) -> Reply:
     """Ask, again where the hub is busy or out of reach for the moment."""
     import tenacity  # `plan` passes through this module
 
@@ -156,14 +158,19 @@ def _ask(ctx: Context, url: str, where: str, max_bytes: int = MAX_LISTING) -> Re
 
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_result(busy) | tenacity.retry_if_exception_type(Unreachable),
-        stop=tenacity.stop_after_attempt(ATTEMPTS),
+        stop=tenacity.stop_after_attempt(attempts),
         wait=tenacity.wait_exponential(multiplier=0.5, max=20) + tenacity.wait_random(0, 1),
         sleep=ctx.clock.sleep,
         retry_error_callback=give_up,
     )
     try:
         reply: Reply = retrying(
-            ctx.http.ask, "GET", url, headers=headers(ctx.environment), max_bytes=max_bytes
+            ctx.http.ask,
+            "GET",
+            url,
+            headers=headers(ctx.environment),
+            max_bytes=max_bytes,
+            timeout=30 if attempts > 1 else 10,
         )
     except Unreachable as error:
         raise HostError(

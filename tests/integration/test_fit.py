@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,14 @@ from bakehouse.cli import main
 from bakehouse.commands import fit
 from bakehouse.context import Context
 from bakehouse.errors import HostError, NotFound, UsageError
+from bakehouse.lock import FilePin, Lock, WeightPin
+from bakehouse.memory.machine import PROFILES
+from bakehouse.preflight.admit import admit, refuse_by_size
+from bakehouse.recipe.model import Recipe
 from tests.support.checkpoints import gguf_bytes, llama_metadata, safetensors_bytes
 from tests.support.clocks import ImpatientClock
 from tests.support.filehost import FileHost, Handler, serve_files
+from tests.support.recipes import make_loaded
 
 pytestmark = pytest.mark.integration
 COMMIT = "5" * 40
@@ -119,6 +125,64 @@ def test_the_seed_s_ladder_on_a_gb10(hub: tuple[FakeHub, Context]) -> None:
     assert "take UD-Q2_K_XL" in outcome.text
     assert "UD-IQ3_XXS" in outcome.result["why"]
     assert fake.sent < 20 * 2**20
+
+
+def glm_recipe(folder: Path, quant: str, **serve: Any) -> Recipe:
+    weights = {"model": {"hub": "o/m", "files": f"{quant}/*.gguf"}}
+    command = "{{ server }} -m {{ weights.model.first }} --no-mmap"
+    given = {"command": command, "context": 262_144, "kv_cache": "q8_0", **serve}
+    return make_loaded(folder, weights=weights, serve=given).recipe
+
+
+def sparse(folder: Path, quant: str) -> tuple[Lock, dict[str, tuple[str, ...]]]:
+    """Files of the declared size of which only the heads take room, and a lock without hashes."""
+    sizes, pins, paths = LISTED[quant], [], []
+    for i, size in enumerate(sizes):
+        path = folder / f"m-{i + 1:05d}-of-{len(sizes):05d}.gguf"
+        path.write_bytes(split_head(i, len(sizes), int(size * 1e9)))
+        os.truncate(path, int(size * 1e9))
+        pins.append(FilePin(path=path.name, size=int(size * 1e9), sha256="0" * 64))
+        paths.append(str(path))
+    pin = WeightPin(origin="hub:o/m", revision=COMMIT, files=tuple(pins))
+    lock = Lock(recipe="r", engine="llama.cpp", wants="w", weights={"model": pin})
+    return lock, {"model": tuple(paths)}
+
+
+def test_a_refusal_names_the_best_quantisation_that_would_fit(
+    hub: tuple[FakeHub, Context], tmp_path: Path
+) -> None:
+    fake, ctx = hub
+    glm(fake)
+    recipe = glm_recipe(tmp_path, "UD-IQ3_XXS")
+    lock, files = sparse(tmp_path, "UD-IQ3_XXS")
+    argv = ("llama-server", "--no-mmap", "-c", "262144", "-ctk", "q8_0", "-ctv", "q8_0", "--jinja",
+            "--chat-template", "chatml")  # fmt: skip
+    with pytest.raises(HostError) as caught:
+        admit(ctx, recipe, lock, files, argv, machine=PROFILES["gb10"])
+    assert caught.value.exit_code == 9
+    assert "take UD-Q2_K_XL" in str(caught.value.hint)
+    lock, files = sparse(tmp_path, "UD-Q2_K_XL")
+    assert admit(ctx, recipe, lock, files, argv, machine=PROFILES["gb10"]).budget.fits
+
+
+def test_weights_beyond_all_memory_are_refused_before_they_are_fetched(
+    hub: tuple[FakeHub, Context], tmp_path: Path
+) -> None:
+    fake, ctx = hub
+    glm(fake)
+    recipe = glm_recipe(tmp_path, "UD-Q3_K_XL")
+    lock, _ = sparse(tmp_path, "UD-Q3_K_XL")
+    argv = ("llama-server", "--no-mmap")
+    with pytest.raises(HostError) as caught:
+        refuse_by_size(ctx, recipe, lock, argv, PROFILES["gb10"])
+    assert caught.value.id == "memory"
+    assert "UD-Q2_K_XL" in str(caught.value.hint)
+    away = replace(ctx, environment={"HF_ENDPOINT": "http://127.0.0.1:9"})
+    with pytest.raises(HostError, match="does not fit") as alone:  # advice is not waited for
+        refuse_by_size(away, recipe, lock, argv, PROFILES["gb10"])
+    assert "UD-" not in str(alone.value.hint)
+    lock, _ = sparse(tmp_path, "UD-Q2_K_XL")
+    refuse_by_size(ctx, recipe, lock, argv, PROFILES["gb10"])
 
 
 def test_what_speculation_is_said_to_bring(hub: tuple[FakeHub, Context]) -> None:

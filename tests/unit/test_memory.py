@@ -243,6 +243,19 @@ def test_layers_on_the_gpu_are_counted_by_their_tensors(tmp_path: Path) -> None:
     assert weight.kept(None) == 400
 
 
+def test_what_the_cpu_may_repack_is_noted(tmp_path: Path) -> None:
+    tensors = (Tensor("a", (32,), "Q4_0", 0, 1000), Tensor("b", (1,), "F32", 0, 24))
+    file = CheckpointFile("m.gguf", 1024, tensors)
+    weights = {"model": Weight.read(Checkpoint("gguf", (file,), glm_shape()))}
+    demand = Demand("llama.cpp", context=512)
+    on_cpu = make_budget(named_machine("cpu:8GiB"), demand, weights)
+    (line,) = (x for x in on_cpu.lines if x.item == "weights")
+    assert line.bytes == 1024  # once: what is repacked need not stay mapped
+    assert "0.0 MiB of it in types that the CPU may repack" in line.formula
+    on_gpu = make_budget(GB10, demand, weights)
+    assert not any("repack" in x.formula for x in on_gpu.lines)
+
+
 def test_an_unread_header_is_unknown_and_not_passed() -> None:
     budget = make_budget(GB10, Demand("llama.cpp", mmap=False), {"model": Weight(GIB, GIB)})
     assert budget.unknown

@@ -1,0 +1,104 @@
+"""The quantisations of a model that the hub lists, and which of them would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePosixPath
+
+from bakehouse.checkpoints.files import join_gguf
+from bakehouse.checkpoints.gguf import read_gguf
+from bakehouse.checkpoints.hf_shape import MAX_CONFIG, hf_shape, parse_config
+from bakehouse.checkpoints.safetensors import read_safetensors
+from bakehouse.checkpoints.whole import Checkpoint, CheckpointFile
+from bakehouse.context import Context
+from bakehouse.errors import BakehouseError, CheckpointError, NotFound
+from bakehouse.memory.demand import demand_of
+from bakehouse.memory.ladder import Figures, Variant, make_ladder, variants_in
+from bakehouse.memory.machine import Machine
+from bakehouse.memory.weight import Weight
+from bakehouse.recipe.model import Recipe
+from bakehouse.sources import hub
+from bakehouse.sources.ranges import RemoteFile
+from bakehouse.sources.together import all_at_once
+
+AT_ONCE = 8
+"""Headers that are asked for at the same time."""
+MAX_HEADERS = 40
+"""Files of one variant whose headers are read; more are too many requests for an estimate."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The variants of a model, and what their headers told. `notes` are for the reader."""
+
+    variants: tuple[Variant, ...]
+    figures: Figures | None
+    notes: tuple[str, ...] = ()
+
+
+def fitting_quant(
+    ctx: Context,
+    machine: Machine,
+    recipe: Recipe,
+    weights: Mapping[str, Weight],
+    argv: Sequence[str] = (),
+) -> str | None:
+    """The largest quantisation in the recipe's repository that fits, smaller than its own.
+
+    None where none does, where the model is not from the hub, or where the hub cannot be asked
+    quickly: a refusal does not wait for advice.
+    """
+    source, own = recipe.weights.model, weights["model"]
+    if source.hub is None:
+        return None
+    try:
+        listing = hub.list_files(ctx, source.hub, source.revision or "main", patient=False)
+    except BakehouseError:
+        return None
+    sizes = {f.path: f.size for f in listing.files if f.size is not None}
+    figures = Figures.read(own.checkpoint, "the recipe's files") if own.checkpoint else None
+    smaller = [v for v in variants_in(sizes.items()) if v.size < own.size]
+    beside = {role: weight for role, weight in weights.items() if role != "model"}
+    return make_ladder(
+        machine, demand_of(recipe, argv), smaller, figures, beside=beside
+    ).recommended
+
+
+def on_hub(ctx: Context, repository: str, revision: str) -> Found:
+    """Ask the hub for a model's variants, and read the header of the smallest.
+
+    Raises NotFound, HostError, UsageError.
+    """
+    listing = hub.list_files(ctx, repository, revision)
+    sizes = {f.path: f.size for f in listing.files if f.size is not None}
+    variants = variants_in(sizes.items())
+    if not variants:
+        raise NotFound(f"{repository} holds no GGUF and no safetensors files",
+                       where=f"revision {listing.commit}", hint="check the name")  # fmt: skip
+    smallest = next((v for v in variants if v.complete), None)
+    if smallest is None:
+        return Found(variants, None)
+    try:
+        checkpoint = _remote(ctx, listing, smallest)
+    except BakehouseError as error:
+        # Sizes alone are worth a ladder; what they cannot tell is then said to be unknown.
+        return Found(variants, None, (f"header of {smallest.name}: {error.what}",))
+    return Found(variants, Figures.read(checkpoint, smallest.name))
+
+
+def _remote(ctx: Context, listing: hub.HubListing, variant: Variant) -> Checkpoint:
+    if len(variant.files) > MAX_HEADERS:
+        raise CheckpointError(f"{len(variant.files)} files are too many to ask for")
+    sources = [RemoteFile.of(ctx, listing, path, size) for path, size in variant.files]
+    if variant.format == "gguf":
+        return join_gguf(all_at_once([partial(read_gguf, s) for s in sources], AT_ONCE))
+    files = [
+        CheckpointFile(header.name, header.file_size, header.tensors)
+        for header in all_at_once([partial(read_safetensors, s) for s in sources], AT_ONCE)
+    ]
+    path = str(PurePosixPath(variant.files[0][0]).parent / "config.json")
+    raw = hub.small_file(ctx, listing.repository, listing.commit, path, MAX_CONFIG)
+    config = parse_config(raw, path)
+    return Checkpoint("safetensors", tuple(files), hf_shape(config, path), config)
