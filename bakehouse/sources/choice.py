@@ -57,16 +57,20 @@ def choose(names: Iterable[str], glob: str, where: str) -> list[str]:
         )
     for name in chosen:
         check_name(name, where)
-    if not any(name.endswith(WEIGHTS) for name in chosen):
+    check_shards(chosen, where)
+    return chosen
+
+
+def check_weights(names: Sequence[str], glob: str, where: str) -> None:
+    """Refuse files of which none holds weights: a download of the configuration only."""
+    if not any(name.endswith(WEIGHTS) for name in names):
         raise LockError(
-            f"there is no weight file among the {len(chosen)} that fit '{clean(glob)}', "
-            f"only such as {clean(chosen[0])}",
+            f"there is no weight file among the {len(names)} that fit '{clean(glob)}', "
+            f"only such as {clean(names[0])}",
             where=where,
             hint="where only the configuration was fetched, fetch the weights; or widen the glob",
             id="weights-missing",
         )
-    check_shards(chosen, where)
-    return chosen
 
 
 def check_name(name: str, where: str) -> None:

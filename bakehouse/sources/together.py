@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 from bakehouse.progress import Bar
 
 T = TypeVar("T")
+NAME = "all-at-once"
+"""Of the threads."""
 LINGER_S = 2.0
-"""What a job gets to notice that it is called off, in seconds."""
+"""What all jobs together get to notice that they are called off, in seconds."""
 
 
 class _CalledOff(Exception):
@@ -49,7 +52,7 @@ def all_at_once(jobs: Sequence[Callable[[], T]], most: int) -> list[T]:
                 off.set()
 
     count = max(1, min(most, len(jobs)))
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+    threads = [threading.Thread(target=work, name=NAME, daemon=True) for _ in range(count)]
     try:
         for thread in threads:
             thread.start()
@@ -58,9 +61,10 @@ def all_at_once(jobs: Sequence[Callable[[], T]], most: int) -> list[T]:
                 thread.join(0.1)
     finally:
         off.set()
+        deadline = time.monotonic() + LINGER_S
         for thread in threads:
             if thread.ident is not None:
-                thread.join(LINGER_S)
+                thread.join(max(0.0, deadline - time.monotonic()))
     if errors:
         raise errors[0]
     return [done[number] for number in range(len(jobs))]

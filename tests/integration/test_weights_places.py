@@ -22,6 +22,7 @@ from bakehouse.lock import Lock, WeightPin
 from bakehouse.progress import Bar
 from bakehouse.recipe.load import Loaded
 from bakehouse.sources.pinning import pin_weights
+from bakehouse.sources.together import NAME
 from bakehouse.sources.weights import ensure
 from tests.support.checkpoints import (
     f32,
@@ -275,7 +276,7 @@ def test_an_interrupt_ends_all_of_them(
     loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="*.gguf")
     for name in files:
         repo.resources[name].faults = [
-            cut(200_000, etag=repo.resources[name].etag, pause=20) for _ in range(3)
+            cut(200_000, etag=repo.resources[name].etag, pause=12) for _ in range(3)
         ]
     real, calls = threading.Thread.join, 0
 
@@ -290,7 +291,11 @@ def test_an_interrupt_ends_all_of_them(
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         ensure(ctx, loaded, lock)
-    assert time.monotonic() - began < 18
+    assert time.monotonic() - began < 10  # silent hosts are not waited for
+    monkeypatch.undo()
+    for thread in threading.enumerate():
+        if thread.name == NAME:
+            thread.join(30)
     assert not list(ctx.places.weights.rglob("*.gguf"))
 
 
