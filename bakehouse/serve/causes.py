@@ -45,12 +45,17 @@ def read_log(path: Path) -> list[str]:
     return text.splitlines()
 
 
-def grave(lines: Sequence[str], engine: str) -> tuple[Cause, ...]:
-    """Give the lines that show a fatal, silent or lost-feature signature, first cause first."""
+def grave(
+    lines: Sequence[str], engine: str, asked_for: frozenset[str] = frozenset()
+) -> tuple[Cause, ...]:
+    """Give the lines that show a fatal, silent or lost-feature signature, first cause first.
+
+    `asked_for` are ids of signatures that say what the recipe itself asks for.
+    """
     return tuple(
         Cause(f.line_number, f.line, str(f.severity), f.cause, f.mend)
         for f in scan(lines, engine=engine)
-        if f.bad
+        if f.bad and f.id not in asked_for
     )
 
 
@@ -68,9 +73,11 @@ def first_cause(lines: Sequence[str], engine: str, *, died: bool = False) -> Cau
     return None
 
 
-def signature_check(lines: Sequence[str], engine: str) -> Check:
+def signature_check(
+    lines: Sequence[str], engine: str, asked_for: frozenset[str] = frozenset()
+) -> Check:
     """Judge a log by its signatures; an empty log is no evidence."""
-    first = next(iter(grave(lines, engine)), None)
+    first = next(iter(grave(lines, engine, asked_for)), None)
     seen = f"{first.severity}: {first.meaning}" if first else f"none in {len(lines)} lines"
     where = first.where if first else "server.log"
     ok = first is None if lines else None

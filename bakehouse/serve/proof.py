@@ -24,6 +24,8 @@ from bakehouse.serve.processes import Process, tree
 from bakehouse.serve.ready import Answer, get, url_of
 
 FEATURE_S = 10.0
+ON_THE_CPU = frozenset({"no-layers-offloaded", "cuda-disabled"})
+"""Signatures of a model that runs on the CPU, which a recipe may ask for."""
 LOG_S = 1.0
 """The engine writes its log from a thread of its own; so long a line may be late, in seconds."""
 
@@ -76,7 +78,7 @@ def prove(ctx: Context, server: Running, asked: Features, questions: Prove, seen
     """
     _stage(server, seen, identity(ctx, server))
     _stage(server, seen, features(ctx, server, asked))
-    _stage(server, seen, [_signatures(server)])
+    _stage(server, seen, [_signatures(server, asked)])
     endpoint = Endpoint(
         url=server.url, model=asked.name, headers=server.headers, engine=server.engine,
         context=asked.context,
@@ -84,7 +86,7 @@ def prove(ctx: Context, server: Running, asked: Features, questions: Prove, seen
     proof = questions(endpoint)
     seen.answers, seen.suites, seen.summary = proof.answers, proof.suites, proof.summary
     after = identity(ctx, server, suffix="-after")
-    log = _signatures(server).model_copy(update={"id": "log-after"})
+    log = _signatures(server, asked).model_copy(update={"id": "log-after"})
     seen.checks += proof.checks
     _stage(server, seen, after)
     _stage(server, seen, [log])
@@ -159,8 +161,9 @@ def features(ctx: Context, server: Running, asked: Features) -> list[Check]:
         ctx.clock.sleep(0.05)
 
 
-def _signatures(server: Running) -> Check:
-    return signature_check(read_log(server.log), server.engine)
+def _signatures(server: Running, asked: Features) -> Check:
+    asked_for = ON_THE_CPU if asked.cpu else frozenset()
+    return signature_check(read_log(server.log), server.engine, asked_for)
 
 
 def _stage(server: Running, seen: Evidence, checks: list[Check]) -> None:

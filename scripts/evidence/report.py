@@ -120,7 +120,7 @@ def _serve(evidence: Found, step: str, title: str) -> list[str]:
         return [f"## {title}", "not run"]
     result = _result(said)
     parts = [f"## {title}", f"exit {said['exit']}", *_error(said)]
-    if result:
+    if "answers" in result:
         parts.append(
             f"Ready after {result.get('loading_seconds')} s, proven in "
             f"{result.get('proving_seconds')} s: {result.get('summary')}."

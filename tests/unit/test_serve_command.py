@@ -14,6 +14,8 @@ from bakehouse.lock import Lock
 from bakehouse.plan.serve import bind_address
 from bakehouse.ports.process import environment
 from bakehouse.recipe.faults import Origin
+from bakehouse.serve.causes import signature_check
+from bakehouse.serve.proof import ON_THE_CPU
 from tests.support.serving import make_plan, recipe
 
 PLACE = Origin("recipes/x.yaml", 9, 5)
@@ -126,6 +128,26 @@ def test_what_nobody_asked_for_is_not_judged() -> None:
     assert (asked.context, asked.gpu_layers, asked.flash_attn) == (None, None, None)
     assert asked.speculation is None
     assert asked.build_info is None
+
+
+@pytest.mark.parametrize(
+    ("command", "layers", "on_the_cpu"),
+    [((), 0, True), (("-ngl", "0"), None, True), (("--gpu-layers", "0"), None, True),
+     ((), None, False), ((), 99, False), (("-ngl", "99"), None, False)],
+)  # fmt: skip
+def test_no_layer_on_the_gpu_can_be_what_is_asked_for(
+    command: tuple[str, ...], layers: int | None, on_the_cpu: bool
+) -> None:
+    assert features(*command, gpu_layers=layers).cpu is on_the_cpu
+
+
+def test_a_log_that_says_what_was_asked_for_shows_no_fault() -> None:
+    lines = ["load_tensors: offloaded 0/31 layers to GPU", "main: model loaded"]
+    assert signature_check(lines, "llama.cpp").verdict == "failed"
+    assert signature_check(lines, "llama.cpp", ON_THE_CPU).passed
+    assert not signature_check(
+        [*lines, "CUDA error: invalid argument"], "llama.cpp", ON_THE_CPU
+    ).passed
 
 
 def test_a_drafter_without_a_type_is_speculation_that_is_asked_for() -> None:

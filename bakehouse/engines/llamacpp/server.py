@@ -181,6 +181,8 @@ class Features(Frozen):
     """What the command lacks, where the engine would then serve without speculating."""
     gpu_layers: int | None = None
     """At least so many layers on the GPU, or all of the model's where it has fewer."""
+    cpu: bool = False
+    """No layer on the GPU is what the recipe asks for."""
     flash_attn: str | None = None
     """`on` or `off`."""
     key: bool = False
@@ -203,6 +205,7 @@ def features(recipe: Recipe, lock: Lock, command: Sequence[str], model_path: str
         speculation=spec,
         speculation_lacks=_lacks(spec, given) if spec else None,
         gpu_layers=_layers(recipe, given),
+        cpu=_on_the_cpu(recipe, given),
         flash_attn=attention if attention in {"on", "off"} else None,
         key=recipe.serve.api_key is not None,
     )
@@ -242,13 +245,21 @@ def _whole(given: dict[str, str], *names: str) -> int | None:
     return None
 
 
+GPU_LAYERS = ("-ngl", "--gpu-layers", "--n-gpu-layers")
+
+
 def _layers(recipe: Recipe, given: dict[str, str]) -> int | None:
     if recipe.serve.gpu_layers is not None:
         return recipe.serve.gpu_layers or None
-    names = ("-ngl", "--gpu-layers", "--n-gpu-layers")
-    if any(given.get(name) == "all" for name in names):
+    if any(given.get(name) == "all" for name in GPU_LAYERS):
         return 10**6
-    return _whole(given, *names)
+    return _whole(given, *GPU_LAYERS)
+
+
+def _on_the_cpu(recipe: Recipe, given: dict[str, str]) -> bool:
+    if recipe.serve.gpu_layers is not None:
+        return recipe.serve.gpu_layers == 0
+    return any(given.get(name) == "0" for name in GPU_LAYERS)
 
 
 def expectations(asked: Features) -> tuple[str, ...]:
