@@ -60,6 +60,8 @@ class BuildRecord(Frozen):
     """UTC, ISO 8601."""
     run: str
     """Id of the run that built it."""
+    not_reproducible: str = ""
+    """Why another build of the same inputs may differ; empty where it does not."""
 
 
 class Artifact(Frozen):

@@ -121,8 +121,8 @@ def _record(
         content=files.content_digest(listed),
         inputs=plan.inputs,
         tools={
-            "cmake": plan.step("configure").argv[0],
-            "ninja": plan.step("compile").argv[0],
+            "cmake": plan.bare("configure")[0],
+            "ninja": plan.bare("compile")[0],
             "strip": plan.step("install").argv[0],
             **{name: c.path for name, c in plan.expected.compilers.items()},
         },
@@ -133,6 +133,7 @@ def _record(
         seconds=round(ctx.clock.monotonic() - started, 3),
         built=ctx.clock.now().isoformat(timespec="seconds"),
         run=run.id,
+        not_reproducible=plan.not_reproducible,
     )
 
 
@@ -173,4 +174,6 @@ def _given(
         build_seconds=record.seconds,
     )
     run.fact("artifact", artifact.to_data())
+    why_not = record.not_reproducible
+    run.fact("reproducible", f"not reproducible: {why_not}" if why_not else "reproducible")
     return artifact

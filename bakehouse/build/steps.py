@@ -44,8 +44,8 @@ def configure(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> Configured
         )
         taken.ended(done)
     if not done.ok:
-        roots = (str(work / "src"), str(work))
-        raise _failure("configure", done, first_cmake_error(done.lines, roots), taken.log, work)
+        error = first_cmake_error(done.lines, plan.roots())
+        raise _failure("configure", done, error, taken.log, work)
     try:
         return file_api.read(work / "build", taken.log)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -110,9 +110,8 @@ def compile_targets(ctx: Context, plan: BuildPlan, run: Run) -> None:
         taken.ended(done)
     if not done.ok:
         lines = taken.log.read_text(errors="replace").splitlines()
-        # Ninja runs compilers in the build folder, where its own files have relative names.
-        roots = (str(work / "src"), "../src", str(work))
-        raise _failure("compile", done, first_build_error(lines, roots), taken.log, work)
+        error = first_build_error(lines, plan.roots())
+        raise _failure("compile", done, error, taken.log, work)
 
 
 def _failure(

@@ -54,7 +54,8 @@ def plan_build(
     merged = engine.definitions(own, lock, extra, host.arch)
     work = _work_folder(places)
     inputs = _inputs(recipe, build, lock, tools, host, merged, extra)
-    passed = _passed(merged, tools, work, extra)
+    seen = Path(extra.place) if extra.place else work
+    passed = _passed(merged, tools, seen, extra)
     artifact = places.builds / inputs.digest
     expected = Expected(
         generator=GENERATOR,
@@ -78,14 +79,17 @@ def plan_build(
             tools,
             artifact,
             passed,
-            _environment(lock, tools, work, extra),
-            _cache_environment(tools, work, places.compiler_cache),
+            (_environment(lock, tools, seen, extra), _environment(lock, tools, work, extra)),
+            _cache_environment(tools, seen, places.compiler_cache),
             build.targets,
             _jobs(build, host, jobs),
+            extra,
         ),
         work=str(work),
         artifact=str(artifact),
         server=str(artifact / "bin" / engine.SERVER),
+        place=extra.place,
+        not_reproducible=_not_reproducible(extra, seen),
     )
 
 
@@ -175,14 +179,30 @@ def _passed(merged: Mapping[str, str], tools: Tools, work: Path, extra: Extra) -
     if tools.launcher:
         passed["CMAKE_C_COMPILER_LAUNCHER"] = tools.launcher
         passed["CMAKE_CXX_COMPILER_LAUNCHER"] = tools.launcher
-    prefix_map = f"-ffile-prefix-map={work}=/build"
-    quoted = f'"{prefix_map}"' if re.search(r"[^\w./=+-]", prefix_map) else prefix_map
+    prefix_map = _quoted(f"-ffile-prefix-map={work}=/build")
     for name in engine.COMPILE_FLAGS:
-        passed[name] = " ".join(filter(None, (merged.get(name, ""), quoted)))
+        passed[name] = " ".join(filter(None, (merged.get(name, ""), prefix_map)))
     for name, flags in extra.flags.items():
         texts = [flag.replace("{work}", str(work)) for flag in flags]
+        texts = [_quoted(flag) for flag in texts if not _nvcc_cannot(flag)]
         passed[name] = " ".join(filter(None, (passed.get(name, ""), *texts)))
     return dict(sorted(passed.items()))
+
+
+def _nvcc_cannot(flag: str) -> bool:
+    """Whether nvcc would take a flag that it hands on for several."""
+    return flag.startswith("-Xcompiler=") and bool(re.search(r"[\s,]", flag))
+
+
+def _not_reproducible(extra: Extra, work: Path) -> str:
+    flags = [flag.replace("{work}", str(work)) for some in extra.flags.values() for flag in some]
+    if extra.not_reproducible or not any(map(_nvcc_cannot, flags)):
+        return extra.not_reproducible
+    return "nvcc takes no flag with a blank or a comma, so the toolkit's path is not mapped"
+
+
+def _quoted(flag: str) -> str:
+    return f'"{flag}"' if re.search(r"[^\w./=+,-]", flag) else flag
 
 
 def _jobs(build: Build, host: HostFacts, jobs: int | None) -> int:
@@ -222,15 +242,23 @@ def _steps(
     tools: Tools,
     artifact: Path,
     passed: Mapping[str, str],
-    env: dict[str, str],
+    environments: tuple[dict[str, str], dict[str, str]],
     cache: dict[str, str],
     targets: tuple[str, ...],
     jobs: int,
+    extra: Extra,
 ) -> tuple[Step, ...]:
-    """Source, configure, accept, compile, install, verify."""
+    """Source, configure, accept, compile, install, verify.
+
+    `environments` are those of configure and compile, which may see the work folder elsewhere, and
+    of the last steps.
+    """
     work = artifact.parent / WORK
-    source, folder, stage = work / "src", work / "build", work / "stage"
-    configure = (tools.cmake.path, "-S", str(source), "-B", str(folder), "-G", GENERATOR)
+    seen = Path(extra.place) if extra.place else work
+    mount = tuple(part.replace("{work}", str(work)) for part in extra.mount)
+    source, folder, stage = seen / "src", seen / "build", work / "stage"
+    env, last = environments
+    configure = (*mount, tools.cmake.path, "-S", str(source), "-B", str(folder), "-G", GENERATOR)
     return (
         Step(
             id="source",
@@ -258,12 +286,12 @@ def _steps(
         Step(
             id="compile",
             title=f"compile {', '.join(targets)}",
-            argv=(tools.ninja.path, "-C", str(folder), "-j", str(jobs), *targets),
+            argv=(*mount, tools.ninja.path, "-C", str(folder), "-j", str(jobs), *targets),
             env={**env, **cache, "NINJA_STATUS": NINJA_STATUS},
             cwd=str(work),
             expects=("exit code 0",),
         ),
-        *_last_steps(lock, tools, artifact, stage, env),
+        *_last_steps(lock, tools, artifact, stage, last),
     )
 
 

@@ -66,6 +66,20 @@ class BuildPlan(Frozen):
     """The folder that the artifact is renamed to, last."""
     server: str
     """Path of the server's binary inside the finished artifact."""
+    place: str | None = None
+    """Where configure and compile see the work folder, if not where it is."""
+    not_reproducible: str = ""
+    """Why two builds of the same inputs may differ; empty where they do not."""
+
+    def bare(self, id: str) -> tuple[str, ...]:  # noqa: A002
+        """Give a step's command without what mounts the work folder for it."""
+        argv = self.step(id).argv
+        return argv[argv.index("--") + 1 :] if self.place and "--" in argv else argv
+
+    def roots(self) -> tuple[str, ...]:
+        """Every name of the source and work folders that tools may print, longest first."""
+        folders = [self.work, *([self.place] if self.place else [])]
+        return (*(f"{folder}/src" for folder in folders), "../src", *folders)
 
     def step(self, id: str) -> Step:  # noqa: A002
         """Give a step by its id; KeyError where there is none."""

@@ -224,7 +224,10 @@ def force(
         flags={
             # Where no driver is installed, ld finds no libcuda.so.1 for the programs it links.
             "CMAKE_EXE_LINKER_FLAGS": ("-Wl,--allow-shlib-undefined",),
-            "CMAKE_CUDA_FLAGS": ("-Xcompiler=-ffile-prefix-map={work}=/build",),
+            "CMAKE_CUDA_FLAGS": (
+                "-Xcompiler=-ffile-prefix-map={work}=/build",
+                f"-Xcompiler=-ffile-prefix-map={toolkit.root}=/cuda",
+            ),
         },
         environment={
             "CUDACXX": toolkit.nvcc,

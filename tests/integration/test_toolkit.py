@@ -20,7 +20,7 @@ import pytest
 from bakehouse.build import ensure as building
 from bakehouse.checks import Check, not_passed
 from bakehouse.context import Context
-from bakehouse.engines.llamacpp.cuda import prepared
+from bakehouse.engines.llamacpp.cuda import PLACE, prepared
 from bakehouse.errors import BuildFailed, LockError, RecipeError
 from bakehouse.host import read_host
 from bakehouse.lock import ToolkitPin
@@ -195,12 +195,19 @@ KERNEL = """\
 #include <cublas_v2.h>
 #include <cuda.h>
 #include <cuda_runtime.h>
-__global__ void add(float *a, const float *b) { a[threadIdx.x] += b[threadIdx.x]; }
+template <typename T> static __global__ void add(T *a, const T *b) {
+    a[threadIdx.x] += b[threadIdx.x];
+}
+namespace {
+__device__ int counted;
+__global__ void count() { counted++; }
+}
 extern "C" int small_cuda(float *a, const float *b) {
     CUmemAllocationProp prop = {};
     CUmemGenericAllocationHandle memory;
     cublasHandle_t handle;
     add<<<1, 32>>>(a, b);
+    count<<<1, 1>>>();
     return cuMemCreate(&memory, 1, &prop, 0) + cublasCreate(&handle);
 }
 """
@@ -286,6 +293,36 @@ def test_a_small_cuda_build_from_provided_toolkit_to_artifact(
         Path(made.folder), toolkits["13.0"], Requested(version="13.0", architectures=("121a-real",))
     )
     assert {c.id for c in not_passed(moved)} == {"cuda.embedded"}
+
+
+def test_two_homes_give_the_same_bytes(
+    kept: Context, pins: dict[str, ToolkitPin], toolkits: dict[str, Toolkit], small: None,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Kernels with internal linkage: nvcc hashes the absolute path of the source into their names.
+
+    The toolkit lies elsewhere in the second home, too.
+    """
+    records = []
+    for name in ("one", "another/home"):
+        home = tmp_path / name
+        ctx = replace(kept, places=Places(home / "cache", home / "state"))
+        (home / "cache").mkdir(parents=True)
+        (home / "cache" / "downloads").symlink_to(kept.places.downloads)
+        if name == "one":
+            (home / "cache" / "toolkits").symlink_to(kept.places.toolkits)
+        plan = planned(ctx, pins["13.0"], cuda_recipe())
+        if plan.not_reproducible:
+            pytest.skip(plan.not_reproducible)
+        assert plan.place == PLACE
+        with Run.start(ctx, "build", "small") as run:
+            made = building.ensure(ctx, small_lock(), plan, run)
+        assert not_passed(made.checks) == ()
+        records.append(made)
+        assert not list(Path(PLACE).iterdir())
+    one, other = records
+    assert one.digest == other.digest
+    assert {f.path: f.sha256 for f in one.files} == {f.path: f.sha256 for f in other.files}
 
 
 def test_a_build_that_left_cuda_out_is_refused_before_compiling(

@@ -205,3 +205,23 @@ def test_what_a_toolkit_adds() -> None:
     assert "/t" not in to_json(made.inputs)
     with pytest.raises(RecipeError):
         plan({"CUDAToolkit_ROOT": "/other"}, extra=extra)
+
+
+def test_a_fixed_place_for_what_writes_its_path_into_objects() -> None:
+    flags = {"CMAKE_CUDA_FLAGS": ("-Xcompiler=-ffile-prefix-map={work}=/build",)}
+    extra = Extra(flags=flags, place="/p", mount=("mount", "{work}", "/p", "--"))
+    made = plan(extra=extra)
+    assert made.step("compile").argv[:4] == ("mount", made.work, "/p", "--")
+    assert definition(made, "CMAKE_CUDA_FLAGS") == "-Xcompiler=-ffile-prefix-map=/p=/build"
+    assert definition(made, "GIT_EXE") == "/p/tools/git"
+    assert definition(made, "CMAKE_C_FLAGS") == "-ffile-prefix-map=/p=/build"
+    assert not made.not_reproducible
+    assert plan(extra=Extra(not_reproducible="no mount")).not_reproducible == "no mount"
+
+
+def test_what_nvcc_cannot_take_is_left_out_and_said() -> None:
+    """It splits the value of -Xcompiler at commas, and hands a blank on as two arguments."""
+    ours = ("-Xcompiler=-ffile-prefix-map={work}=/build", "-Xcompiler=-ffile-prefix-map=/a b=/cuda")
+    made = plan(extra=Extra(flags={"CMAKE_CUDA_FLAGS": ours}, place="/p"))
+    assert definition(made, "CMAKE_CUDA_FLAGS") == "-Xcompiler=-ffile-prefix-map=/p=/build"
+    assert "not mapped" in made.not_reproducible

@@ -96,6 +96,12 @@ class Extra:
     """Says where things lie: passed, not part of the digest."""
     cuda: CudaExpected | None = None
     """The toolkit, and what acceptance holds CMake's words against."""
+    place: str | None = None
+    """The path at which configure and compile see the work folder, where that can be had."""
+    mount: tuple[str, ...] = ()
+    """What is put before a command so that it sees it there; `{work}` is the work folder."""
+    not_reproducible: str = ""
+    """Why two builds of the same inputs may differ."""
 
 
 NOTHING = Extra()

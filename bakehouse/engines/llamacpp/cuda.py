@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from bakehouse.checks import Check
 from bakehouse.context import Context
 from bakehouse.engines.configured import Configured, CudaExpected, Expected
 from bakehouse.engines.llamacpp.cmake import NOTHING, Extra, asked
 from bakehouse.lock import Lock
+from bakehouse.ports import fixed_path
+from bakehouse.ports.process import environment
 from bakehouse.recipe.model import Recipe
 from bakehouse.toolchain import Tools
 from bakehouse.toolkit.accept import UNVERIFIED, accept_configure, refuse
@@ -17,9 +21,31 @@ from bakehouse.toolkit.force import force
 from bakehouse.toolkit.settle import Settled, settle, with_architectures
 from bakehouse.toolkit.types import Requested
 
+PLACE = "/tmp/bakehouse-build"  # noqa: S108 - only a mount point, in a namespace of our own
+"""Where nvcc sees every build, so that the path that it hashes into symbols is always the same."""
+PROBE_S = 10.0
 
-def cuda_extra(recipe: Recipe, settled: Settled, tools: Tools) -> Extra:
-    """Give what forces one toolkit; `recipe` is what `settle.with_architectures` made."""
+
+def fixed_place(ctx: Context) -> str:
+    """Why the work folder cannot be mounted at PLACE on this machine; empty where it can."""
+    argv = (*mounting(PLACE), "true")
+    said = ctx.processes.capture(argv, env=environment(), timeout=PROBE_S)
+    return "" if said.ok else (said.err.strip().splitlines() or [f"exit code {said.code}"])[0]
+
+
+def mounting(folder: str) -> tuple[str, ...]:
+    """Give what goes before a command that shall see a folder at PLACE."""
+    return (sys.executable, "-I", "-S", str(Path(fixed_path.__file__)), folder, PLACE, "--")
+
+
+def cuda_extra(
+    recipe: Recipe, settled: Settled, tools: Tools, *, builds: str, why_not: str = ""
+) -> Extra:
+    """Give what forces one toolkit; `recipe` is what `settle.with_architectures` made.
+
+    `why_not` says why the work folder cannot be mounted at a fixed path; `builds` is then the
+    folder whose path the objects will carry.
+    """
     forced = force(
         settled.toolkit,
         host_compiler=tools.cxx.path,
@@ -33,11 +59,16 @@ def cuda_extra(recipe: Recipe, settled: Settled, tools: Tools) -> Extra:
     return Extra(
         paths=forced.definitions,
         flags=forced.flags,
-        tools={"cuda": settled.identity},
+        tools={"cuda": settled.identity, "path": builds if why_not else PLACE},
         # No `compilers`: CMake 3.25's file API gives no version for CUDA (seen); its log does, and
         # the rule below holds compiler and version against the toolkit.
         path_environment=forced.environment,
         cuda=CudaExpected(toolkit=settled.toolkit, requested=requested),
+        place=None if why_not else PLACE,
+        mount=() if why_not else mounting("{work}"),
+        not_reproducible=f"nvcc writes the folder's path into what it makes, and {why_not}"
+        if why_not
+        else "",
     )
 
 
@@ -83,4 +114,5 @@ def prepared(
     if settled is None:
         return recipe, NOTHING
     built = with_architectures(recipe, settled)
-    return built, cuda_extra(built, settled, tools)
+    why_not = fixed_place(ctx)
+    return built, cuda_extra(built, settled, tools, builds=str(ctx.places.builds), why_not=why_not)
