@@ -13,7 +13,7 @@ from bakehouse.errors import BakehouseError, LockError, NotCorrect, NotHealthy, 
 from bakehouse.outcome import Outcome
 from bakehouse.ports.http import Unreachable
 from bakehouse.probe.accept import take_golden
-from bakehouse.probe.ask import list_models
+from bakehouse.probe.ask import served
 from bakehouse.probe.golden import known_of, write_golden
 from bakehouse.probe.prove import answer_lines, explain, prove
 from bakehouse.probe.types import Endpoint, Known, Proof
@@ -238,7 +238,7 @@ def _identify(ctx: Context, endpoint: Endpoint, run: Run) -> Endpoint:
     """
     where = f"GET {endpoint.url}/v1/models"
     try:
-        models = list_models(ctx.http, endpoint)
+        told = served(ctx.http, endpoint)
     except Unreachable as error:
         hint = "is the server up, and is this its port?"
         if "401" in error.why or "403" in error.why:
@@ -246,6 +246,7 @@ def _identify(ctx: Context, endpoint: Endpoint, run: Run) -> Endpoint:
         raise NotHealthy(
             f"the server does not say which models it serves: {error.why}", where=where, hint=hint
         ) from error
+    models = told.models
     wanted = endpoint.model or (models[0] if models else "")
     run.check(
         check(
@@ -262,4 +263,4 @@ def _identify(ctx: Context, endpoint: Endpoint, run: Run) -> Endpoint:
             where=where,
             hint=f"it serves {', '.join(models)[:300]}" if models else "is it still loading?",
         )
-    return replace(endpoint, model=wanted)
+    return replace(endpoint, model=wanted, engine=told.engine)

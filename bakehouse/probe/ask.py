@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from bakehouse.ports.http import Http, Reply, Unreachable
@@ -84,8 +85,20 @@ class Asker:
 _PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 
 
-def list_models(http: Http, endpoint: Endpoint, *, timeout: float = 10.0) -> tuple[str, ...]:
-    """Give the ids that `/v1/models` lists. Raises Unreachable, also for an answer of no use."""
+@dataclass(frozen=True)
+class Served:
+    """What a server says of itself: the names it answers to, and its engine where it tells."""
+
+    models: tuple[str, ...]
+    engine: str | None
+
+
+_OWNERS = {"llamacpp": "llama.cpp", "vllm": "vllm"}
+"""Who owns a model, as each engine says it."""
+
+
+def served(http: Http, endpoint: Endpoint, *, timeout: float = 10.0) -> Served:
+    """Read `/v1/models`. Raises Unreachable, also for an answer of no use."""
     url = endpoint.url.rstrip("/") + "/v1/models"
     reply: Reply = http.ask("GET", url, headers=endpoint.headers, timeout=timeout, max_bytes=2**20)
     try:
@@ -97,4 +110,6 @@ def list_models(http: Http, endpoint: Endpoint, *, timeout: float = 10.0) -> tup
     rows = data.get("data") if isinstance(data, dict) else None
     if not isinstance(rows, list):
         raise Unreachable("the answer of /v1/models is no list of models")
-    return tuple(str(r["id"]) for r in rows if isinstance(r, dict) and r.get("id"))
+    named = [r for r in rows if isinstance(r, dict) and r.get("id")]
+    owners = (_OWNERS.get(str(r.get("owned_by"))) for r in named)
+    return Served(tuple(str(r["id"]) for r in named), next(filter(None, owners), None))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from bakehouse.checks import Verdict, check
 from bakehouse.errors import BakehouseError, NotCorrect, NotHealthy
 from bakehouse.ports.http import Http, Unreachable
-from bakehouse.probe.ask import list_models
+from bakehouse.probe.ask import served
 from bakehouse.probe.golden import read_golden
 from bakehouse.probe.judge import overall
 from bakehouse.probe.suite import run_suite
@@ -57,7 +57,7 @@ def conclude(proofs: Sequence[SuiteProof]) -> Proof:
     word = worst(proofs).verdict
     verdict = overall(checks)
     says = {
-        Verdict.PASSED: "answers correctly",
+        Verdict.PASSED: _PASSED.get(word, "answers correctly"),
         Verdict.FAILED: "does not answer correctly",
         Verdict.UNKNOWN: "is not proven",
     }[verdict]
@@ -65,6 +65,9 @@ def conclude(proofs: Sequence[SuiteProof]) -> Proof:
     summary = f"the server {says}: " + "; ".join(f"{p.suite} {p.summary}" for p in told)
     answers = tuple(a for p in proofs for a in p.answers)
     return Proof(checks, answers, verdict, summary, tuple(proofs), word)
+
+
+_PASSED = {"true (provisional)": "answers correctly (provisional: no golden value to hold it to)"}
 
 
 def worst(proofs: Sequence[SuiteProof]) -> SuiteProof:
@@ -83,7 +86,7 @@ def _with_model(http: Http, endpoint: Endpoint) -> Endpoint:
     if endpoint.model:
         return endpoint
     try:
-        models = list_models(http, endpoint)
+        models = served(http, endpoint).models
     except Unreachable:
         return endpoint  # the questions will tell
     return replace(endpoint, model=models[0]) if models else endpoint

@@ -14,11 +14,11 @@ from bakehouse.checks import Verdict
 from bakehouse.cli import main
 from bakehouse.context import Context
 from bakehouse.errors import NotCorrect, NotHealthy
-from bakehouse.probe.ask import list_models
+from bakehouse.probe.ask import served
 from bakehouse.probe.prove import explain, prove
 from bakehouse.probe.talk import Patience
 from bakehouse.probe.types import Endpoint, Proof
-from bakehouse.recipe.gate import Probe, Request
+from bakehouse.recipe.gate import Probe, Request, SuiteName
 from tests.support import openai_fake as fake
 from tests.support.openai_fake import Fault, chat, right
 
@@ -178,7 +178,7 @@ def test_the_request_is_what_the_recipe_says(context: Context) -> None:
     request = Request(max_tokens=77, reasoning_effort="low", temperature=0.5)
     with fake.serving(fake.says(lambda body: chat(right(body)))) as server:
         prove(context, Endpoint(server.url), Probe(request=request), patience=HASTY)
-        assert list_models(context.http, Endpoint(server.url)) == (fake.MODEL,)
+        assert served(context.http, Endpoint(server.url)).models == (fake.MODEL,)
     first = server.asked[0]
     assert (first["max_tokens"], first["reasoning_effort"], first["temperature"]) == (
         77,
@@ -268,3 +268,18 @@ def test_usage(cli: Cli, options: dict[str, Any], named: str) -> None:
     code, document = cli(**options)
     assert code == 2
     assert named in document["error"]["what"] + str(document["error"]["hint"])
+
+
+@pytest.mark.parametrize("suite", ["fluency", "likelihood", "tools"])
+@pytest.mark.parametrize(("fault", "named"), UNANSWERED.values(), ids=UNANSWERED.keys())
+def test_in_every_kind_of_suite_too(
+    context: Context, fault: Fault, named: str, suite: SuiteName
+) -> None:
+    with fake.serving(fault) as server:
+        began = time.monotonic()
+        endpoint = Endpoint(server.url, "m", engine="llama.cpp")
+        proof = prove(context, endpoint, Probe(suites=(suite,)), patience=HASTY)
+        assert time.monotonic() - began < 8
+    assert proof.word in ("unstable", "unable")
+    assert named in proof.summary or "no list of tokens" in proof.summary
+    assert isinstance(explain(proof, "here"), NotHealthy)

