@@ -132,7 +132,11 @@ class Finding(Frozen):
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """Give 7 where anything is fatal, 8 for silent corruption or a lost feature, else 0."""
+    """Give 7 where anything is fatal, 8 for silent corruption or a lost feature, else 0.
+
+    That is what a log alone comes to. `serve` knows the recipe: a feature that it asks for and that
+    is lost makes the server not healthy, 7; a silent fault makes it not correct, 8.
+    """
     severities = {finding.severity for finding in findings}
     if Severity.FATAL in severities:
         return NotHealthy.exit_code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,11 @@ from hypothesis import strategies as st
 from bakehouse.checks import Verdict
 from bakehouse.engines.llamacpp import evidence
 from bakehouse.engines.llamacpp.server import Features
+from bakehouse.errors import BakehouseError
+from bakehouse.serve.causes import signature_check
+from bakehouse.serve.processes import Process
+from bakehouse.serve.proof import Evidence, Running, _stage
+from bakehouse.signatures import exit_code, scan
 
 MODELS = {
     "models": [{"name": "n", "capabilities": ["completion", "multimodal"]}],
@@ -122,3 +128,25 @@ def test_stages_are_read() -> None:
     assert evidence.stage("srv    load_model: loading model '/w'") == "opening the model"
     assert evidence.stage("cmn  common_init_: warming up the model") == "warming up"
     assert evidence.stage("anything else") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "diagnosed", "served"),
+    [
+        ("ggml_cuda_init: failed to initialize CUDA: no CUDA-capable device is detected", 8, 7),
+        ("CUDA error: an illegal memory access was encountered", 7, 7),
+        ("llama_model_load: vocab type is missing, GENERATION QUALITY WILL BE DEGRADED!", 8, 8),
+    ],
+    ids=["lost", "fatal", "silent"],
+)
+def test_what_a_log_line_comes_to(line: str, diagnosed: int, served: int, tmp_path: Path) -> None:
+    """A log alone cannot say that a lost feature is not missed: `diagnose` counts it as wrong.
+
+    `serve` knows that the recipe wants the feature: the server lacks it, which is not healthy.
+    """
+    (tmp_path / "server.log").write_text(f"{line}\n")
+    assert exit_code(scan([line], engine="llama.cpp")) == diagnosed
+    server = Running(tmp_path, Process(1, 1), "n", "127.0.0.1", 1, "llama.cpp")
+    with pytest.raises(BakehouseError) as error:
+        _stage(server, Evidence(), [signature_check([line], "llama.cpp")])
+    assert error.value.exit_code == served
