@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,22 +119,46 @@ def test_a_pin_holds_both_architectures_and_its_toolkit_is_whole(
         )  # fmt: skip
 
 
-def test_a_provided_toolkit_needs_no_network_the_second_time(
-    kept: Context, pins: dict[str, ToolkitPin], toolkits: dict[str, Toolkit], tmp_path: Path
-) -> None:
-    class NoNetwork:
-        def __getattr__(self, name: str) -> object:
-            raise AssertionError(f"http.{name} was used")
+class NoNetwork:
+    def __getattr__(self, name: str) -> object:
+        raise AssertionError(f"http.{name} was used")
 
+
+@pytest.fixture(scope="module")
+def elsewhere(
+    kept: Context,
+    pins: dict[str, ToolkitPin],
+    toolkits: dict[str, Toolkit],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Context]:
+    """Another home in which 13.0 was laid out from the same wheels, without network."""
+    home = tmp_path_factory.mktemp("another") / "deeper"
+    (home / "cache").mkdir(parents=True)
+    (home / "cache" / "downloads").symlink_to(kept.places.downloads)
+    ctx = replace(
+        kept,
+        places=Places(home / "cache", home / "state"),
+        http=NoNetwork(),  # type: ignore[arg-type]
+    )
+    provide(ctx, pins["13.0"])
+    yield ctx
+    shutil.rmtree(home)
+
+
+def test_a_provided_toolkit_needs_no_network_the_second_time(
+    kept: Context,
+    elsewhere: Context,
+    pins: dict[str, ToolkitPin],
+    toolkits: dict[str, Toolkit],
+) -> None:
     offline = replace(kept, http=NoNetwork())  # type: ignore[arg-type]
     assert provide(offline, pins["13.0"]) == toolkits["13.0"]
-    fresh = replace(offline, places=replace(kept.places, cache=tmp_path))
-    (tmp_path / "downloads").symlink_to(kept.places.downloads)
-    made = provide(fresh, pins["13.0"])
+    made = provide(elsewhere, pins["13.0"])
     assert made.version == "13.0.88"
     assert made.identity == toolkits["13.0"].identity
-    assert made.root == str(toolkit_folder(fresh.places, pins["13.0"]))
-    assert not list(fresh.places.toolkits.glob(".making-*"))
+    assert made.root == str(toolkit_folder(elsewhere.places, pins["13.0"]))
+    assert made.root != toolkits["13.0"].root
+    assert not list(elsewhere.places.toolkits.glob(".making-*"))
 
 
 def test_a_wheel_that_changed_on_disk_is_fetched_again(
@@ -296,33 +320,28 @@ def test_a_small_cuda_build_from_provided_toolkit_to_artifact(
 
 
 def test_two_homes_give_the_same_bytes(
-    kept: Context, pins: dict[str, ToolkitPin], toolkits: dict[str, Toolkit], small: None,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+    kept: Context, elsewhere: Context, pins: dict[str, ToolkitPin], small: None, tmp_path: Path
+) -> None:
     """Kernels with internal linkage: nvcc hashes the absolute path of the source into their names.
 
     The toolkit lies elsewhere in the second home, too.
     """
-    records = []
-    for name in ("one", "another/home"):
-        home = tmp_path / name
-        ctx = replace(kept, places=Places(home / "cache", home / "state"))
-        (home / "cache").mkdir(parents=True)
-        (home / "cache" / "downloads").symlink_to(kept.places.downloads)
-        if name == "one":
-            (home / "cache" / "toolkits").symlink_to(kept.places.toolkits)
+    one = replace(kept, places=Places(tmp_path / "cache", tmp_path / "state"))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "toolkits").symlink_to(kept.places.toolkits)
+    made = []
+    for ctx in (one, elsewhere):
         plan = planned(ctx, pins["13.0"], cuda_recipe())
         if plan.not_reproducible:
             pytest.skip(plan.not_reproducible)
         assert plan.place == PLACE
         with Run.start(ctx, "build", "small") as run:
-            made = building.ensure(ctx, small_lock(), plan, run)
-        assert not_passed(made.checks) == ()
-        records.append(made)
+            made.append(building.ensure(ctx, small_lock(), plan, run))
+        assert not_passed(made[-1].checks) == ()
         assert not list(Path(PLACE).iterdir())
-    one, other = records
-    assert one.digest == other.digest
-    assert {f.path: f.sha256 for f in one.files} == {f.path: f.sha256 for f in other.files}
+    first, second = made
+    assert first.digest == second.digest
+    assert {f.path: f.sha256 for f in first.files} == {f.path: f.sha256 for f in second.files}
 
 
 def test_a_build_that_left_cuda_out_is_refused_before_compiling(
