@@ -147,6 +147,7 @@ def build(
     dry_run="print what would be run, and run nothing",
     accept_memory_risk="why to start it although it does not fit; kept in the record",
     foreground="stay, and stop the server when interrupted",
+    watch="stay, and judge it again and again: the time between, e.g. 10m",
     instance="a name for a second server of this recipe, beside the first",
 )
 def serve(
@@ -159,6 +160,7 @@ def serve(
     dry_run: bool = False,
     foreground: bool = False,
     accept_memory_risk: str | None = None,
+    watch: str | None = None,
     instance: str | None = None,
     json: bool = False,
     debug: bool = False,
@@ -167,7 +169,8 @@ def serve(
     _main(
         "serve", json, debug,
         recipe=recipe, set_=set_, locked=locked, port=port, host=host, dry_run=dry_run,
-        foreground=foreground, accept_memory_risk=accept_memory_risk, instance=instance,
+        foreground=foreground, accept_memory_risk=accept_memory_risk,
+        watch=watch, instance=instance,
     )  # fmt: skip
 
 
@@ -230,6 +233,37 @@ def probe(
         "probe", json, debug,
         recipe=recipe, set_=set_, url=url, model=model, api_key_env=api_key_env,
         accept_golden=accept_golden,
+    )  # fmt: skip
+
+
+@_task(
+    recipe=f"{RECIPE}, whose server runs",
+    set_=SET,
+    url="any OpenAI-compatible server, e.g. http://127.0.0.1:8000",
+    model="the model to ask for (default: the first that the server lists)",
+    api_key_env="the environment variable that holds the API key",
+    every="time between two rounds, e.g. 90s or 1h (default: 10m)",
+    count="how many rounds (default: until interrupted)",
+    on_failure="restart, stop, or a command with its arguments (default: end with the failure)",
+)
+def watch(
+    _: Context,
+    recipe: str | None = None,
+    set_: Flags = None,
+    url: str | None = None,
+    model: str | None = None,
+    api_key_env: str | None = None,
+    every: str | None = None,
+    count: str | None = None,
+    on_failure: str | None = None,
+    json: bool = False,
+    debug: bool = False,
+) -> None:
+    """Judge a running server again and again."""
+    _main(
+        "watch", json, debug,
+        recipe=recipe, set_=set_, url=url, model=model, api_key_env=api_key_env, every=every,
+        count=count, on_failure=on_failure,
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class Target:
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Ask and judge. Exit 0 correct, 7 not reachable or not healthy, 8 not correct."""
-    target = _target(ctx, options)
+    target = target_of(ctx, options)
     proof: Proof | None = None
     golden: Path | None = None
     error: BakehouseError | None = None
@@ -112,7 +112,7 @@ def _judge(ctx: Context, target: Target, run: Run, known: Known | None) -> Proof
                 )
             endpoint = target.endpoint
         else:
-            endpoint = _identify(ctx, target.endpoint, run)
+            endpoint = identify_any(ctx, target.endpoint, run)
     run.fact("model", endpoint.model)
     with run.step("probe"):
         proof = prove(ctx, endpoint, target.probe, known=known)
@@ -130,7 +130,7 @@ def _accept(ctx: Context, endpoint: Endpoint, known: Known, run: Run) -> Path:
     return path
 
 
-def _target(ctx: Context, options: Options) -> Target:
+def target_of(ctx: Context, options: Options) -> Target:
     """Find out what is to be judged. Raises UsageError, NotFound, and what the loader raises."""
     if bool(options.recipe) == bool(options.url):
         raise UsageError(
@@ -230,7 +230,7 @@ def _key_header(ctx: Context, name: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def _identify(ctx: Context, endpoint: Endpoint, run: Run) -> Endpoint:
+def identify_any(ctx: Context, endpoint: Endpoint, run: Run) -> Endpoint:
     """Ask which models there are, and judge whether the one that is wanted is among them.
 
     An engine may answer for a model that it does not have (llama-server does), so the answers alone

@@ -56,6 +56,8 @@ class Options:
     dry_run: bool = False
     accept_memory_risk: str = ""
     """Why it is started although the budget says that it does not fit."""
+    watch: str = ""
+    """Time between two rounds of a watch that begins once it is ready; without it, no watch."""
     instance: str = ""
     """A second server of one recipe, beside the one that people use, has a name of its own."""
 
@@ -99,6 +101,8 @@ def run(ctx: Context, options: Options) -> Outcome:
             f"'{options.instance}' cannot be an instance's name",
             hint="lower-case letters, digits, '.', '_' and '-', at most 32 of them",
         )
+    if options.watch:
+        _read_watch(options)
     if options.dry_run:
         lock = ensure_lock(ctx, loaded, locked=options.locked)
         return _dry(_wanted(ctx, loaded, lock, options, key))
@@ -127,7 +131,32 @@ def run(ctx: Context, options: Options) -> Outcome:
         record.fact("loading_seconds", round(ready.loading, 3))
         record.fact("proving_seconds", round(ready.proving, 3))
         record.finish(f"READY at {ready.server.url}: {ready.evidence.summary}")
-    return _outcome(ctx, wanted, ready, record.record)
+    outcome = _outcome(ctx, wanted, ready, record.record)
+    return _watch(ctx, options, outcome) if options.watch else outcome
+
+
+def _read_watch(options: Options) -> None:
+    """Refuse a watch that could not begin, before anything is built. Raises UsageError."""
+    from bakehouse.commands import watch  # it serves as well, where it is told to restart
+
+    other = [f"--{n}" for n in ("foreground", "instance") if getattr(options, n)]
+    if other:
+        raise UsageError(f"--watch and {other[0]} do not go together",
+                         hint="serve it, then: invoke watch --recipe NAME")  # fmt: skip
+    watch.read_wish(watch.Options(recipe=options.recipe, every=options.watch))
+
+
+def _watch(ctx: Context, options: Options, ready: Outcome) -> Outcome:
+    """Stay, and judge what was served again and again; a failure is this task's failure."""
+    from bakehouse.commands import watch
+
+    ctx.progress.say(f"READY   {ready.result['url']}, watched every {options.watch}")
+    asked = watch.Options(recipe=options.recipe, set_=options.set_, every=options.watch)
+    seen = watch.run(ctx, asked)
+    return Outcome(
+        {**ready.result, "watch": seen.result}, f"{ready.text}\n{seen.text}", ready.checks,
+        error=seen.error,
+    )  # fmt: skip
 
 
 def _wanted(ctx: Context, loaded: Loaded, lock: Lock, options: Options, key: str | None) -> Wanted:

@@ -131,7 +131,7 @@ def _again(ctx: Context, seen: Seen, order: Order, questions: Prove, notes: Note
         seen.folder, state.server, state.nonce, state.host, state.port, order.settings.engine,
         order.settings.key,
     )  # fmt: skip
-    evidence = Evidence([_watched(seen.folder, state.findings)])
+    evidence = Evidence([watched(seen.folder, state.findings)])
     began = ctx.clock.monotonic()
     try:
         if missing := not_passed(evidence.checks):
@@ -150,7 +150,7 @@ def _again(ctx: Context, seen: Seen, order: Order, questions: Prove, notes: Note
     return Ready(server, evidence, True, 0.0, ctx.clock.monotonic() - began)
 
 
-def _watched(folder: Path, findings: tuple[dict[str, Any], ...]) -> Check:
+def watched(folder: Path, findings: tuple[dict[str, Any], ...]) -> Check:
     """What the keeper read in the log since the proof, however long the log has become."""
     first = findings[0] if findings else None
     return check(

@@ -18,7 +18,9 @@ import pytest
 from bakehouse.checks import Verdict, check
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, NotCorrect, NotHealthy
+from bakehouse.probe.prove import prove
 from bakehouse.probe.types import Endpoint, Proof
+from bakehouse.recipe.gate import Probe
 from bakehouse.records.model import Answer
 from bakehouse.serve import state as states
 from bakehouse.serve.bring import Order, Ready, bring_up
@@ -191,6 +193,26 @@ def test_a_fault_in_the_log_is_no_readiness(context: Context, notes: Notes) -> N
 
 def test_a_fault_that_the_probe_brings_out(context: Context, notes: Notes) -> None:
     assert refused(context, notes, order(context), path="/corrupt")[0] == "log-after"
+
+
+def test_images_that_a_draft_context_never_learns_of(context: Context, notes: Notes) -> None:
+    """The suite names the draft context, and so does the log's first cause."""
+    probe = Probe.model_validate({"suites": ["vision"]})
+    proofs: list[Proof] = []
+
+    def sees(endpoint: Endpoint) -> Proof:
+        proofs.append(prove(context, endpoint, probe))
+        return proofs[-1]
+
+    wanted = order(context, "draft-lost", "speculates")
+    with pytest.raises(NotHealthy) as caught:
+        bring_up(context, wanted, sees, notes)
+    assert not left_of(context)
+    assert "HTTP 500 with speculation on, text is answered" in proofs[0].summary
+    assert proofs[0].word == "unable"
+    assert "log-after" in {c.id for c in notes.seen if not c.passed}
+    assert "ctx_dft" in str(caught.value.where)
+    assert "--spec-type" in str(caught.value.hint)
 
 
 def test_a_fault_after_the_proof_is_recorded_and_ends_the_next_proof(

@@ -39,6 +39,7 @@ def parse() -> tuple[argparse.Namespace, dict[str, str]]:
 
 
 OPTIONS, FAULTS = parse()
+CAPABILITIES = ["completion", *(["multimodal"] if "draft-lost" in FAULTS else [])]
 KEYS = {
     f"Bearer {key}"
     for key in (Path(OPTIONS.api_key_file).read_text().splitlines() if OPTIONS.api_key_file else ())
@@ -47,6 +48,28 @@ KEYS = {
 
 def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+DRAFT_LOST = (
+    "E decode: failed to initialize batch",
+    "E spec  process: llama_decode(ctx_dft) head=0 failed rc=-1 (pos=36)",
+    "E srv   decode: failed to process speculative batch",
+    "   the last position stored in the memory module of the context (i.e. the KV cache)",
+    "   for sequence 3 is X = 19",
+    "   it is required that the sequence positions remain consecutive: Y = X + 1",
+)
+"""As logged by a server with --spec-type draft-mtp at each image request."""
+
+
+COUNTED = {"metrics": 0}
+
+
+def metrics() -> str:
+    """Counters: `frozen` and `hangs` show work that does not move, `moves` work that does."""
+    COUNTED["metrics"] += 1
+    busy = int(bool({"frozen", "moves", "hangs"} & FAULTS.keys()))
+    tokens = 10 + (COUNTED["metrics"] if "moves" in FAULTS else 0)
+    return f"llamacpp:tokens_predicted_total {tokens}\nllamacpp:requests_processing {busy}\n"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -81,14 +104,24 @@ class Handler(BaseHTTPRequestHandler):
         return self.route()
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
         if KEYS and self.headers.get("Authorization") not in KEYS:
             return self.answer(401, {"error": {"message": "Invalid API Key", "code": 401}})
+        if "hangs" in FAULTS:
+            time.sleep(600)
+        if "broken" in FAULTS:
+            return self.answer(500, {"error": {"message": "it broke", "code": 500}})
+        if "draft-lost" in FAULTS and "image_url" in json.dumps(asked):
+            for line in DRAFT_LOST:
+                log(line)
+            return self.answer(500, {"error": {"message": "Invalid input batch.", "code": 500}})
         if self.path == "/tokenize":
-            return self.answer(200, {"tokens": list(body["content"].encode())})
+            return self.answer(200, {"tokens": list(asked["content"].encode())})
         if self.path == "/completion":
-            return self.answer(200, {"completion_probabilities": probabilities(body)})
+            return self.answer(200, {"completion_probabilities": probabilities(asked)})
         text = "The answer is 5." if "wrong" in FAULTS else "The answer is 4."
+        if "varied" in FAULTS:
+            text += f" You asked with {len(json.dumps(asked))} characters."
         choice = {"index": 0, "finish_reason": "stop",
                   "message": {"role": "assistant", "content": text}, "text": text}  # fmt: skip
         usage = {"completion_tokens": 6, "prompt_tokens": 5}
@@ -104,7 +137,7 @@ class Handler(BaseHTTPRequestHandler):
         routes: dict[str, Any] = {
             "/health": {"status": "ok"},
             "/v1/models": {
-                "models": [{"name": aliases[0], "capabilities": ["completion"]}],
+                "models": [{"name": aliases[0], "capabilities": CAPABILITIES}],
                 "data": [] if router else [{"id": aliases[0], "aliases": aliases}],
             },
             "/props": {
@@ -125,6 +158,11 @@ class Handler(BaseHTTPRequestHandler):
         }
         if self.path in routes:
             return self.answer(200, routes[self.path])
+        if self.path == "/metrics":
+            return self.answer(200, metrics(), "text/plain")
+        if self.path.startswith("/fault/"):
+            FAULTS[self.path[7:]] = ""
+            return self.answer(200, {})
         if self.path == "/die":
             os.kill(os.getpid(), signal.SIGSEGV)
         if self.path == "/sicken":

@@ -1,0 +1,261 @@
+"""`watch`: judge a running server again and again, and never be silent about what is found."""
+
+from __future__ import annotations
+
+import shlex
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from bakehouse.commands import probe as probing
+from bakehouse.commands import serve as serving
+from bakehouse.context import Context
+from bakehouse.errors import BakehouseError, Interrupted, NotCorrect, NotHealthy, UsageError
+from bakehouse.outcome import Outcome
+from bakehouse.ports.process import environment
+from bakehouse.recipe.load import find, load
+from bakehouse.recipe.scalars import parse_duration
+from bakehouse.records.store import Run
+from bakehouse.serve.control import stop
+from bakehouse.serve.rounds import STALL_S, Round, Rounds, Watched
+
+KEPT = 500
+"""So many rounds, the last ones, are kept in the record."""
+RESTARTS = 3
+"""So many in a row, without a good round between them, and no more."""
+TICK_S = 2.0
+"""Between two looks at whether the server's process still runs."""
+COMMAND_S = 600.0
+"""A command that is run on failure gets so long, in seconds."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the task was given."""
+
+    recipe: str = ""
+    set_: tuple[str, ...] = ()
+    url: str = ""
+    model: str = ""
+    api_key_env: str = ""
+    every: str = "10m"
+    count: str = ""
+    """How many rounds; without it, until interrupted."""
+    on_failure: str = ""
+    """`restart`, `stop`, or a command with its arguments; without any, a failure ends the watch."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """The options, read."""
+
+    every: float
+    count: int | None
+    action: str
+    """`end`, `restart`, `stop` or `command`."""
+    command: tuple[str, ...] = ()
+
+
+def run(ctx: Context, options: Options) -> Outcome:
+    """Watch. Exit 0 where every round was right; else that of the last failure."""
+    wish = read_wish(options)
+    watch = Watch(ctx, options, wish)
+    with (
+        suppress(NotCorrect, NotHealthy),
+        Run.start(ctx, "watch", watch.name, secrets=watch.secrets) as record,
+    ):
+        try:
+            watch.go(record)
+        except KeyboardInterrupt as signal:
+            raise Interrupted(
+                f"the watch was interrupted after {watch.says}",
+                hint="what it watched runs on; invoke stop --recipe NAME stops a server",
+            ) from signal
+        if watch.error:
+            raise watch.error
+        record.finish(watch.says)
+    return Outcome(watch.result(record), watch.says, record.judged, error=watch.error)
+
+
+def read_wish(options: Options) -> Wish:
+    """Read the options. Raises UsageError."""
+    try:
+        every = parse_duration(options.every)
+    except ValueError as error:
+        raise UsageError(f"--every: {error}", hint="such as --every 10m") from None
+    count = options.count
+    if count and not (count.isascii() and count.isdigit() and 0 < int(count) < 10**9):
+        raise UsageError(f"--count takes a whole number above 0, not '{count}'")
+    try:
+        words = tuple(shlex.split(options.on_failure))
+    except ValueError as error:
+        raise UsageError(f"--on-failure: {error}", hint="close the quotes") from None
+    if options.on_failure and not words:
+        raise UsageError("--on-failure is empty", hint="restart, stop, or a command")
+    known = {(): "end", ("restart",): "restart", ("stop",): "stop"}
+    action = known.get(words, "command")
+    if action in ("restart", "stop") and not options.recipe:
+        raise UsageError(f"--on-failure {action} belongs to --recipe")
+    command = words if action == "command" else ()
+    return Wish(every, int(count) if count else None, action, command)
+
+
+class Watch:
+    """One watch over one server."""
+
+    def __init__(self, ctx: Context, options: Options, wish: Wish) -> None:
+        self._ctx = ctx
+        self._options = options
+        self._wish = wish
+        self._target = probing.target_of(ctx, _probe_options(options))
+        self._seen: list[Round] = []
+        self._counts = {"right": 0, "busy": 0, "failed": 0}
+        self._actions: list[str] = []
+        self._restarts = 0
+        self.error: BakehouseError | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The recipe's."""
+        return self._target.recipe
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Names of variables whose values are hidden."""
+        return self._target.secrets
+
+    @property
+    def says(self) -> str:
+        """One sentence."""
+        counts = ", ".join(f"{n} {word}" for word, n in self._counts.items() if n)
+        last = f"; last failure: {self.error.what}" if self.error else ""
+        return f"{sum(self._counts.values())} rounds: {counts or 'none'}{last}"
+
+    def result(self, record: Run) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "url": self._target.endpoint.url, "recipe": self.name, "counts": self._counts,
+            "rounds": [one.to_data() for one in self._seen[-KEPT:]], "actions": self._actions,
+            "record": str(record.folder),
+        }  # fmt: skip
+
+    def go(self, record: Run) -> None:
+        """Look, again and again, until there is an end to it."""
+        record.hide(*(v.removeprefix("Bearer ") for v in self._target.endpoint.headers.values()))
+        record.fact("url", self._target.endpoint.url)
+        rounds = Rounds(self._ctx, self._watched(record))
+        while True:
+            one = rounds.one()
+            self._note(one, record)
+            if one.error:
+                if not self._act(one, record):
+                    return
+                if self._wish.action == "restart":
+                    rounds = Rounds(self._ctx, self._watched(record))
+            if self._wish.count and sum(self._counts.values()) >= self._wish.count:
+                return
+            self._wait(failed=one.error is not None)
+
+    def _note(self, one: Round, record: Run) -> None:
+        """Keep a round; the judgements of the first one and of those that were not right."""
+        self._seen = [*self._seen[-KEPT + 1 :], one]
+        self._counts[one.word] += 1
+        first = sum(self._counts.values()) == 1
+        if first or one.word != "right":
+            record.checks(c for c in one.checks if c not in record.judged)
+            record.answers(one.answers)
+        if one.word == "right":
+            self._restarts = 0
+        if one.error:
+            self.error = one.error
+        for name, value in self.result(record).items():
+            if name in ("counts", "rounds", "actions"):
+                record.fact(name, value)
+        record.save()
+        self._ctx.progress.say(f"{one.at}  {one.word:6}  {one.says}  ({one.seconds:.1f} s)")
+
+    def _act(self, one: Round, record: Run) -> bool:
+        """Do what is wished for on a failure; False where the watch ends."""
+        action = self._wish.action
+        if action == "command":
+            self._command(one, record)
+            return True
+        if action == "restart":
+            self._restart(record)
+            return True
+        if action == "stop" and self._target.server:
+            self._did(stop(self._target.server.folder).says, record)
+        return False
+
+    def _did(self, what: str, record: Run) -> None:
+        self._actions.append(what)
+        record.fact("actions", self._actions)
+        record.save()
+        self._ctx.progress.say(f"on failure: {what}")
+
+    def _command(self, one: Round, record: Run) -> None:
+        """Run the command, without a shell; what happened stands in its environment."""
+        error = one.error
+        told = {
+            "BAKEHOUSE_WATCH_RECIPE": self.name or "",
+            "BAKEHOUSE_WATCH_URL": self._target.endpoint.url,
+            "BAKEHOUSE_WATCH_ERROR": error.id if error else "",
+            "BAKEHOUSE_WATCH_WHAT": " ".join((error.what if error else "").split())[:500],
+            "BAKEHOUSE_WATCH_RECORD": str(record.folder),
+        }
+        log = record.folder / f"on-failure-{one.number}.log"
+        try:
+            done = self._ctx.processes.run(
+                self._wish.command, env=environment(told, self._ctx.environment), log=log,
+                timeout=COMMAND_S,
+            )  # fmt: skip
+        except BakehouseError as failed:
+            self._did(f"the command could not be run: {failed.what}", record)
+            return
+        how = "was ended after its time" if done.timed_out else f"ended with {done.code}"
+        self._did(f"{self._wish.command[0]} {how}; its output: {log}", record)
+
+    def _restart(self, record: Run) -> None:
+        """Stop it, serve it again, and take it as a new server. Raises what serving raises."""
+        self._restarts += 1
+        if self._restarts > RESTARTS and self.error:
+            raise self.error
+        if self._target.server:
+            self._did(stop(self._target.server.folder).says, record)
+        port = self._target.server.port if self._target.server else 0
+        asked = serving.Options(self._options.recipe, self._options.set_, str(port), locked=True)
+        try:
+            ready = serving.run(self._ctx, asked)
+            self._target = probing.target_of(self._ctx, _probe_options(self._options))
+        except BakehouseError as failed:
+            self.error = failed
+            raise
+        self._did(f"served again at {ready.result['url']}", record)
+
+    def _wait(self, *, failed: bool) -> None:
+        """Wait for the next round; a server that ends meanwhile brings it on at once."""
+        clock = self._ctx.clock
+        deadline = clock.monotonic() + self._wish.every
+        server = self._target.server
+        while (left := deadline - clock.monotonic()) > 0:
+            if server and not failed and not server.process.alive:
+                return
+            clock.sleep(min(left, TICK_S))
+
+    def _watched(self, record: Run) -> Watched:
+        """Say what is watched. Raises NotHealthy where a stranger's server does not answer."""
+        target = self._target
+        endpoint, stall = target.endpoint, STALL_S
+        if target.server:
+            recipe = load(find(self._options.recipe, self._ctx.recipes), self._options.set_).recipe
+            stall = recipe.serve.stall_timeout
+        else:
+            endpoint = probing.identify_any(self._ctx, endpoint, record)
+        return Watched(endpoint, target.probe, target.server, target.known, stall)
+
+
+def _probe_options(options: Options) -> probing.Options:
+    return probing.Options(
+        recipe=options.recipe, set_=options.set_, url=options.url, model=options.model,
+        api_key_env=options.api_key_env,
+    )  # fmt: skip
