@@ -93,8 +93,9 @@ class Reference(Frozen):
 
     agreement: Annotated[Number, Field(gt=0, le=1)] = 0.9
     """Share of positions at which the most likely token must be the same."""
-    divergence: Annotated[Number, Field(gt=0)] = 0.02
-    """Mean Kullback-Leibler divergence from the reference that is borne, in nats."""
+    divergence: Annotated[Number, Field(gt=0)] | None = None
+    """Mean Kullback-Leibler divergence from the reference that is borne, in nats; by default what
+    was measured."""
 
 
 class Speculation(Frozen):

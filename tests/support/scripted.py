@@ -93,8 +93,10 @@ class Llama:
         return {"completion_probabilities": rows, "timings": timings, "content": "x"}
 
     def _row(self, token: int, place: int, top: int) -> dict[str, Any]:
-        best = [{"id": token + n, "logprob": -2.0 - n} for n in range(top)]
-        return {"id": token, "logprob": self.logprob(place), "top_logprobs": best}
+        own = self.logprob(place)
+        others = [{"id": token + n, "logprob": -6.0 - n} for n in range(1, top)]
+        best = [{"id": token, "logprob": own}, *others]
+        return {"id": token, "logprob": own, "top_logprobs": best}
 
 
 def vllm(path: str, body: dict[str, Any]) -> Any:

@@ -22,6 +22,10 @@ PLACES = 48
 """Tokens of the reference run."""
 TOP = 10
 """Likeliest tokens that are kept and compared at each place."""
+SAME_BACKEND = 0.006
+OTHER_BACKEND = 0.02
+"""Nats. Measured with docs/gate.md: flash attention off and other types of the KV cache are up to
+0.002 apart, a quarter of one matrix zeroed 0.008. Another backend rounds more than that."""
 
 
 def ask(talk: Talk, given: Given) -> Scored | None:
@@ -48,6 +52,7 @@ def judge(scored: Scored | None, given: Given) -> SuiteProof:
 
 def _compare(tops: tuple[Top, ...], golden: Golden, given: Given) -> SuiteProof:
     wanted = given.probe.reference
+    bound = wanted.divergence or (SAME_BACKEND if _same_backend(given) else OTHER_BACKEND)
     where = golden_path(given.known).name if given.known else "reference run"
     pairs = list(zip(golden.places, tops, strict=True))
     other = [i for i, (was, now) in enumerate(pairs) if not now or now[0][0] != was.tokens[0]]
@@ -62,9 +67,9 @@ def _compare(tops: tuple[Top, ...], golden: Golden, given: Given) -> SuiteProof:
             where, ok=agreement >= wanted.agreement,
         ),
         check(
-            "probe.reference", f"at most {wanted.divergence:g} nats from the reference",
+            "probe.reference", f"at most {bound:g} nats from the reference",
             f"{mean:.5f} nats, at most {max(divergences):.4f} at one place", where,
-            ok=mean <= wanted.divergence,
+            ok=mean <= bound,
         ),
     )  # fmt: skip
     good = all(c.passed for c in checks)
@@ -78,6 +83,11 @@ def _compare(tops: tuple[Top, ...], golden: Golden, given: Given) -> SuiteProof:
         },
         hint=None if good else "suspect the build, the backend, and flags that change numbers",
     )  # fmt: skip
+
+
+def _same_backend(given: Given) -> bool:
+    known, golden = given.known, given.golden
+    return known is None or golden is None or known.backend == golden.backend
 
 
 def divergence(was: GoldenPlace, now: Mapping[int, float]) -> float:
