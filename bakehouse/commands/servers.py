@@ -8,7 +8,7 @@ from typing import Any
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, NotFound, UsageError
 from bakehouse.redact import clean
-from bakehouse.serve.control import Seen
+from bakehouse.serve.control import Seen, folders
 
 
 def folder_of(ctx: Context, recipe: str) -> Path:
@@ -20,7 +20,7 @@ def folder_of(ctx: Context, recipe: str) -> Path:
     if not recipe:
         raise UsageError("no recipe is named", hint="--recipe NAME, or a path to a recipe")
     plain = "/" not in recipe and recipe not in {".", ".."}
-    if plain and (ctx.places.servers / recipe).is_dir():
+    if plain and ctx.places.servers / recipe in folders(ctx.places):
         return ctx.places.servers / recipe
     from bakehouse.recipe.load import find, load  # not needed for a server that is known
 
@@ -72,6 +72,8 @@ def line(seen: Seen) -> str:
         rest += f"  since {data.get('started')}"
     elif seen.word == "orphaned":
         rest = f"its keeper is gone; invoke stop --recipe {seen.name} ends what is left of it"
+    elif seen.word == "unclear":
+        rest = f"it runs, and {seen.trouble}; invoke stop --recipe {seen.name} ends it"
     else:
         ended = data.get("ended") or {}
         rest = f"{ended.get('says') or seen.trouble or 'never ran'}  {ended.get('at') or ''}"

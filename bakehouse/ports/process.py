@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Protocol, cast
 
 from bakehouse.logs import debug
+from bakehouse.ports.orphans import adopting, end_orphans, watched
 
 GUARD = str(Path(__file__).with_name("guard.py"))
 
@@ -132,38 +133,8 @@ class RealProcesses:
         """See `Processes.run`."""
         started = time.monotonic()
         tail: deque[str] = deque(maxlen=keep_lines)
-        lifeline_read, lifeline_write = os.pipe()
-        try:
-            guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", GUARD, str(lifeline_read), "--", *argv],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                cwd=cwd,
-                env=dict(env),
-                pass_fds=(lifeline_read,),
-                start_new_session=True,
-                umask=0o022,
-            )
-        except BaseException:
-            os.close(lifeline_write)
-            raise
-        finally:
-            os.close(lifeline_read)
-        timer = threading.Timer(timeout, guard.terminate) if timeout else None
-        if timer:
-            timer.daemon = True
-            timer.start()
-        try:
-            _pump(guard, log, tail, on_line)
-            code = guard.wait()
-        finally:
-            os.close(lifeline_write)
-            if timer:
-                timer.cancel()
-            guard.wait()
-            if guard.stdout:
-                guard.stdout.close()
+        with adopting():
+            code = _guarded(argv, env, cwd, timeout, lambda child: _pump(child, log, tail, on_line))
         seconds = time.monotonic() - started
         timed_out = timeout is not None and code == 143 and seconds >= timeout
         debug("process", argv=list(argv), code=code, seconds=round(seconds, 3))
@@ -199,6 +170,51 @@ class RealProcesses:
         debug("process", argv=list(argv), code=done.returncode)
         out, err = (s.decode(errors="replace") for s in (done.stdout, done.stderr))
         return Captured(tuple(argv), done.returncode, out, err)
+
+
+def _guarded(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Path | None,
+    timeout: float | None,
+    read: Callable[[subprocess.Popen[bytes]], None],
+) -> int:
+    """Run a command below a guard, let `read` have its output; give how the guard ended."""
+    lifeline_read, lifeline_write = os.pipe()
+    try:
+        guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", GUARD, str(lifeline_read), "--", *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=cwd,
+            env=dict(env),
+            pass_fds=(lifeline_read,),
+            start_new_session=True,
+            umask=0o022,
+        )
+    except BaseException:
+        os.close(lifeline_write)
+        raise
+    finally:
+        os.close(lifeline_read)
+    timer = threading.Timer(timeout, guard.terminate) if timeout else None
+    if timer:
+        timer.daemon = True
+        timer.start()
+    with watched(guard.pid):
+        try:
+            read(guard)
+        finally:
+            os.close(lifeline_write)
+            if timer:
+                timer.cancel()
+            code = guard.wait()
+            if code < 0:
+                end_orphans()  # the watch may have come too late to see how it ended
+            if guard.stdout:
+                guard.stdout.close()
+    return code
 
 
 def _pump(

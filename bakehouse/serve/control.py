@@ -14,7 +14,7 @@ from pathlib import Path
 from bakehouse.places import Places
 from bakehouse.ports.guard import descendants
 from bakehouse.serve import state as states
-from bakehouse.serve.processes import Process, end, marked
+from bakehouse.serve.processes import Process, end, marked, marked_folders
 from bakehouse.serve.state import Ended, State, Unreadable
 
 KEEPER_MODULE = "bakehouse.serve.keeper"
@@ -27,7 +27,8 @@ class Seen:
     """One server as it stands.
 
     `word` is `running` (proven and alive), `starting` (alive, not proven yet), `orphaned` (alive
-    without its keeper), `gone` (it was there and nobody saw its end) or `ended`.
+    without its keeper), `unclear` (alive, and its state is missing or cannot be read), `gone` (it
+    was there and nobody saw its end) or `ended`.
     """
 
     name: str
@@ -45,10 +46,12 @@ class Seen:
 
 
 def folders(places: Places) -> tuple[Path, ...]:
-    """Give the folder of each server that left a trace."""
-    if not places.servers.is_dir():
-        return ()
-    return tuple(sorted(f for f in places.servers.iterdir() if f.is_dir()))
+    """Give the folder of each server that left a trace, on disk or among the processes.
+
+    One whose folder was removed runs on, and has to be found all the same.
+    """
+    there = {f for f in places.servers.iterdir() if f.is_dir()} if places.servers.is_dir() else ()
+    return tuple(sorted({*there, *marked_folders(places.servers)}))
 
 
 def look(folder: Path) -> Seen:
@@ -69,8 +72,10 @@ def look(folder: Path) -> Seen:
         return Seen(folder.name, folder, word, known, (), trouble)
     if keeper is None:
         word = "orphaned"
+    elif known is None:
+        word, trouble = "unclear", trouble or "its state is missing"
     else:
-        word = "running" if known and known.phase == "proven" and known.server_alive else "starting"
+        word = "running" if known.phase == "proven" and known.server_alive else "starting"
     return Seen(folder.name, folder, word, known, ordered, trouble)
 
 

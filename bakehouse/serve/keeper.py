@@ -23,6 +23,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bakehouse.ports.guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, descendants
 from bakehouse.serve import oom, state
@@ -61,6 +62,7 @@ class Keeper:
         self.guard = Guard(self.spec.guard) if self.spec.guard else None
         self.sensor = Sensor()
         self.sampled = self.read_at = 0.0
+        self.written: state.Mark | None = None
 
     def run(self) -> None:
         """Start the server, watch it to its end, write down how it ended."""
@@ -68,6 +70,8 @@ class Keeper:
         self.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.child = self._start()
         self._note(keeper=Process.of(os.getpid()), server=Process.of(self.child))
+        if self.written is None:
+            raise SystemExit("the server's state cannot be written")  # nobody could find it again
         self._tell({"event": "started", "pid": self.child})
         # Where memory runs out we must not wait for our own pages; refused to most users, then not.
         self.libc.mlockall(MCL_CURRENT | MCL_ONFAULT)
@@ -133,14 +137,21 @@ class Keeper:
             if message["do"] == "port":
                 self._note(port=int(message["port"]))
             elif message["do"] == "proven":
-                self._note(
-                    phase="proven", proven=state.now(), record=message.get("record"),
-                    foreground=bool(message.get("foreground")),
-                )  # fmt: skip
-                self._tell({"event": "proven"})
+                self._take_proof(message)
             elif message["do"] == "refuse":
                 self.why, self.says = "refused", str(message["says"])
         return bool(chunk)
+
+    def _take_proof(self, message: dict[str, Any]) -> None:
+        """Note that the server is proven; one of which that cannot be on record is stopped."""
+        self._note(
+            phase="proven", proven=state.now(), record=message.get("record"),
+            foreground=bool(message.get("foreground")),
+        )  # fmt: skip
+        if self.written is None:
+            self.why, self.says = "refused", "that it was proven could not be written down"
+        else:
+            self._tell({"event": "proven"})
 
     def _line(self, *, wait: bool = False) -> str:
         while wait and self.control and b"\n" not in self.heard:
@@ -175,6 +186,8 @@ class Keeper:
         if now - self.read_at >= SLOW_S:
             self.read_at = now
             self._read_log()
+            if self.written != state.mark(self.folder):
+                self._save()
 
     def _watch_memory(self, now: float) -> None:
         """Warn, and then stop our own server, before the machine has no memory left."""
@@ -188,7 +201,7 @@ class Keeper:
         if alarm.kind == "stop":
             self.why, self.says = self.why or "memory", alarm.reason  # written down when it is over
         else:
-            state.write(self.folder, self.state, sync=False)  # a disk that swaps may keep us
+            self._save(sync=False)  # a disk that swaps may keep us
         self._tell({"event": "alarm", "alarm": noted})
 
     def _read_log(self) -> None:
@@ -240,7 +253,17 @@ class Keeper:
 
     def _note(self, **changes: object) -> None:
         self.state = replace(self.state, **changes)  # type: ignore[arg-type]
-        state.write(self.folder, self.state)
+        self._save()
+
+    def _save(self, *, sync: bool = True) -> None:
+        """Write the state. A full disk is no reason to end a server: it is tried again later.
+
+        So is a file that was removed or changed: as long as the keeper lives it knows better.
+        """
+        self.written = None
+        with contextlib.suppress(OSError):
+            state.write(self.folder, self.state, sync=sync)
+            self.written = state.mark(self.folder)
 
     def _tell(self, message: dict[str, object]) -> None:
         if self.control:

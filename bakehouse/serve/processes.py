@@ -12,7 +12,7 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,8 +103,19 @@ def command_of(pid: int) -> tuple[str, ...]:
 
 def marked(folder: Path) -> tuple[Process, ...]:
     """Give all live processes whose environment names this server's folder."""
-    wanted = f"{MARK}={folder}".encode()
-    found: list[Process] = []
+    pids = (pid for pid, named in _marks() if named == str(folder))
+    return tuple(process for pid in pids if (process := Process.of(pid)))
+
+
+def marked_folders(servers: Path) -> set[Path]:
+    """Give the folders below `servers` that the environments of live processes name."""
+    named = {Path(text) for pid, text in _marks() if Process.of(pid)}
+    return {folder for folder in named if folder.parent == servers}
+
+
+def _marks() -> Iterator[tuple[int, str]]:
+    """Give id and mark of every process that carries one and that this user may look into."""
+    prefix = f"{MARK}=".encode()
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
@@ -112,9 +123,9 @@ def marked(folder: Path) -> tuple[Process, ...]:
             environ = Path(f"/proc/{entry}/environ").read_bytes()
         except OSError:
             continue
-        if wanted in environ.split(b"\0") and (process := Process.of(int(entry))):
-            found.append(process)
-    return tuple(found)
+        for variable in environ.split(b"\0"):
+            if variable.startswith(prefix):
+                yield int(entry), os.fsdecode(variable.removeprefix(prefix))
 
 
 def tree(root: int) -> tuple[int, ...]:

@@ -98,13 +98,31 @@ def write(folder: Path, state: State, *, sync: bool = True) -> None:
     target = path(folder)
     part = target.with_name(f".state.{os.getpid()}.part")
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(data, file, indent=2, sort_keys=True)
-        file.write("\n")
-        file.flush()
-        if sync:
-            os.fsync(file.fileno())
-    os.replace(part, target)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(data, file, indent=2, sort_keys=True)
+            file.write("\n")
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        os.replace(part, target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+Mark = tuple[int, int, int]
+"""Inode, modification time in nanoseconds and size: changed by whoever writes."""
+
+
+def mark(folder: Path) -> Mark | None:
+    """Tell one written state from another without reading it; None where there is none."""
+    try:
+        seen = path(folder).stat()
+    except OSError:
+        return None
+    return seen.st_ino, seen.st_mtime_ns, seen.st_size
 
 
 def forget_key(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """Hashes of large files, remembered: hashing a model takes longer than looking at it.
 
-A hash is believed while size, modification time (in nanoseconds), inode and device are what they
-were when the file was hashed.
+A hash is believed while size, modification and change time (in nanoseconds), inode and device are
+what they were when the file was hashed. The modification time alone would not do: whoever writes
+into a file can set it back, `rsync --inplace --times` among others. Nobody can set the change time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _identity(path: Path) -> dict[str, Any]:
     seen = path.stat()
     return {
         "path": str(path.absolute()), "size": seen.st_size, "mtime_ns": seen.st_mtime_ns,
-        "inode": seen.st_ino, "device": seen.st_dev,
+        "ctime_ns": seen.st_ctime_ns, "inode": seen.st_ino, "device": seen.st_dev,
     }  # fmt: skip
 
 
@@ -84,7 +85,7 @@ def hash_now(ctx: Context, path: Path, on_bytes: Callable[[int, int | None], Non
 def remember(ctx: Context, path: Path, sha256: str, before: dict[str, Any] | None = None) -> None:
     """Remember a hash; not where the file changed while it was read, or only just now."""
     now = _identity(path)
-    fresh = ctx.clock.now().timestamp() * 1e9 - now["mtime_ns"] < SETTLED_NS
+    fresh = ctx.clock.now().timestamp() * 1e9 - now["ctime_ns"] < SETTLED_NS
     if before not in (None, now) or (before is not None and fresh):
         return
     write_atomic(_note(ctx.places, path), to_json({**now, "sha256": sha256}).encode())

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bakehouse.checks import Verdict, check
+from bakehouse.commands.servers import folder_of, line
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, NotCorrect, NotHealthy
 from bakehouse.probe.prove import prove
@@ -470,13 +472,83 @@ def test_a_state_that_cannot_be_read_is_no_obstacle(
     context: Context, notes: Notes, text: str
 ) -> None:
     ready = bring_up(context, order(context), agree, notes)
-    states.path(ready.server.folder).write_text(text)
-    seen = look(ready.server.folder)
+    folder = ready.server.folder
+    keeper = look(folder).processes[0]
+    keeper.send(signal.SIGSTOP)
+    states.path(folder).write_text(text)
+    seen = look(folder)
     assert seen.alive
     assert seen.trouble
-    assert stop(ready.server.folder).ran
+    assert seen.word == "unclear"
+    assert seen.trouble in line(seen)
+    keeper.send(signal.SIGCONT)
+    assert stop(folder).ran
     assert not left_of(context)
-    assert look(ready.server.folder).word in {"ended", "gone"}
+    assert look(folder).word in {"ended", "gone"}
+
+
+@pytest.mark.parametrize("damage", ["", "{", None])
+def test_the_keeper_mends_a_state_that_was_damaged(
+    context: Context, notes: Notes, damage: str | None
+) -> None:
+    folder = bring_up(context, order(context), agree, notes).server.folder
+    good = states.path(folder).read_text()
+    if damage is None:
+        states.path(folder).unlink()
+    else:
+        states.path(folder).write_text(damage)
+    wait_until(lambda: look(folder).word == "running")
+    assert states.path(folder).read_text() == good
+
+
+def test_a_server_whose_folder_was_removed_is_found_and_stopped(
+    context: Context, notes: Notes
+) -> None:
+    folder = bring_up(context, order(context), agree, notes).server.folder
+    shutil.rmtree(context.places.state)
+    assert folders(context.places) == (folder,)
+    seen = look(folder)
+    assert seen.word == "unclear"
+    assert "state is missing" in line(seen)
+    assert folder_of(context, "fake") == folder
+    assert stop(folder).ran
+    assert not left_of(context)
+    assert folders(context.places) == ()
+
+
+def test_a_full_disk_does_not_end_a_proven_server(context: Context, notes: Notes) -> None:
+    ready = bring_up(context, order(context), agree, notes)
+    folder, server = ready.server.folder, ready.server.process
+    with unwritable(folder):
+        states.path(folder).write_text("{")  # which the keeper would mend
+        time.sleep(1.0)
+        assert server.alive
+        assert look(folder).word == "unclear"
+    wait_until(lambda: look(folder).word == "running")
+
+
+def test_a_proof_that_cannot_be_kept_is_none(context: Context, notes: Notes) -> None:
+    with ExitStack() as stack:
+
+        def fill(_: Endpoint) -> Proof:
+            stack.enter_context(unwritable(context.places.servers / "fake"))
+            return proof()
+
+        with pytest.raises(NotHealthy, match="could not be written down"):
+            bring_up(context, order(context), fill, notes)
+        assert not left_of(context)
+
+
+@contextmanager
+def unwritable(folder: Path) -> Iterator[None]:
+    """Keep the keeper from writing the state: a folder lies where it would put the new one."""
+    keeper = look(folder).processes[0]
+    obstacle = folder / f".state.{keeper.pid}.part"
+    obstacle.mkdir()
+    try:
+        yield
+    finally:
+        obstacle.rmdir()
 
 
 def test_a_state_that_points_at_another_process_never_hits_it(

@@ -24,7 +24,7 @@ from bakehouse.recipe.load import Loaded
 from bakehouse.sources.pinning import pin_weights
 from bakehouse.sources.weights import WeightPaths, ensure, locate
 from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
-from tests.support.clocks import ImpatientClock
+from tests.support.clocks import ImpatientClock, settle
 from tests.support.filehost import FileHost, cut, serve_files, status
 from tests.support.hubhost import TOKEN, Hub, serve_hub
 from tests.support.recipes import make_loaded
@@ -133,7 +133,7 @@ def test_the_hash_of_a_file_is_remembered(
     ctx: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "m.gguf").write_bytes(MODEL)
-    os.utime(tmp_path / "m.gguf", (1_600_000_000, 1_600_000_000))
+    settle()
     loaded, lock = pinned(ctx, tmp_path, path="m.gguf")
     monkeypatch.setattr("bakehouse.sources.known.sha256_file", lambda *_: pytest.fail("read again"))
     have(ctx, loaded, lock)
@@ -150,6 +150,21 @@ def test_a_changed_file_is_read_again_whatever_its_time(ctx: Context, tmp_path: 
     (tmp_path / "new").rename(path)  # same size, same time, another inode
     with pytest.raises(LockError, match="not those that are pinned"):
         have(ctx, loaded, lock)
+
+
+def test_a_fetched_file_written_into_is_fetched_anew(
+    ctx: Context, hub: Hub, tmp_path: Path
+) -> None:
+    hub.repo().commit({"m.gguf": MODEL})
+    loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="*.gguf")
+    path = Path(have(ctx, loaded, lock).first)
+    seen, whole = path.stat(), path.read_bytes()
+    path.chmod(0o644)
+    with path.open("r+b") as file:  # same size, same inode
+        file.write(b"X")
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))  # and the same time
+    have(ctx, loaded, lock)
+    assert path.read_bytes() == whole
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 
+from bakehouse.sources.known import SETTLED_NS
+
 
 class ImpatientClock:
     """Real time, but no waiting."""
@@ -20,3 +22,8 @@ class ImpatientClock:
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
+
+
+def settle() -> None:
+    """Let files that were written just now count as settled: their hashes are remembered."""
+    time.sleep(1.2 * SETTLED_NS / 1e9)

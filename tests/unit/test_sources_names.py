@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound, UsageError
+from bakehouse.ports.clock import RealClock
 from bakehouse.ports.git import Git, check_url
 from bakehouse.ports.http import Reply, Unreachable
 from bakehouse.ports.process import Captured, RealProcesses
@@ -20,6 +22,7 @@ from bakehouse.sources.gitpin import resolve_url
 from bakehouse.sources.known import known_sha256, remembered
 from bakehouse.sources.mirror import mirror_folder
 from bakehouse.sources.registry import find_file, index_url
+from tests.support.clocks import settle
 
 
 @pytest.mark.parametrize(
@@ -228,6 +231,7 @@ def test_a_hash_is_forgotten_with_any_change(context: Context, tmp_path: Path) -
     path = tmp_path / "f"
     path.write_bytes(b"one")
     os.utime(path, (1, 1))
+    settle()
     first = known_sha256(context, path)
     assert remembered(context.places, path) == first
     os.utime(path, ns=(1, 1_000_000_001))
@@ -236,15 +240,54 @@ def test_a_hash_is_forgotten_with_any_change(context: Context, tmp_path: Path) -
     assert known_sha256(context, path) != first
 
 
+def test_a_hash_is_forgotten_where_the_time_was_set_back(context: Context, tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"one")
+    os.utime(path, (1, 1))
+    settle()
+    first = known_sha256(context, path)
+    seen = path.stat()
+    with path.open("r+b") as file:
+        file.write(b"two")
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    now = path.stat()
+    assert (now.st_size, now.st_mtime_ns, now.st_ino) == (
+        seen.st_size, seen.st_mtime_ns, seen.st_ino,
+    )  # fmt: skip
+    assert remembered(context.places, path) is None
+    assert known_sha256(context, path) != first
+
+
+def test_a_hash_of_a_file_from_the_future_is_remembered(context: Context, tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"one")
+    os.utime(path, (4_000_000_000, 4_000_000_000))
+    settle()
+    assert remembered(context.places, path) is None
+    assert known_sha256(context, path) == remembered(context.places, path)
+
+
+class Stopped(RealClock):
+    """A clock that stands still."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def now(self) -> datetime:
+        return datetime.fromtimestamp(self.at, UTC)
+
+
 def test_a_hash_of_a_file_that_may_still_change_is_not_kept(
     context: Context, tmp_path: Path
 ) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"one")
-    soon = context.clock.now().timestamp() + 5
-    os.utime(path, (soon, soon))
-    known_sha256(context, path)
+    at_once = replace(context, clock=Stopped(path.stat().st_ctime + 0.01))
+    known_sha256(at_once, path)
     assert remembered(context.places, path) is None
+    later = replace(context, clock=Stopped(path.stat().st_ctime + 1.0))
+    known_sha256(later, path)
+    assert remembered(context.places, path)
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b"{}", b'{"sha256": 5}', b"\xff"])
