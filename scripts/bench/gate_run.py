@@ -196,7 +196,7 @@ class Bench:
     def _make(self, variant: Variant, path: Path) -> None:
         if variant.edit:
             shutil.copyfile(self._model, path)
-            weights = Weights(path)
+            weights = Weights(path, "r+")
             variant.edit(weights)
             return
         tool, _, kind = variant.rewrite.rpartition(":")

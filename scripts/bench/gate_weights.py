@@ -10,6 +10,7 @@ import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -31,13 +32,13 @@ def header_of(path: Path) -> GgufHeader:
 
 
 class Weights:
-    """One GGUF file, mapped; what is written to the views is in the file."""
+    """One GGUF file, mapped: to read it, to change it, or to change only what is in memory."""
 
-    def __init__(self, path: Path, *, writable: bool = True) -> None:
+    def __init__(self, path: Path, mode: Literal["r", "r+", "c"] = "r") -> None:
         self.path = path
         self.header = header_of(path)
         self.tensors = {tensor.name: tensor for tensor in self.header.tensors}
-        self.bytes: Bytes = np.memmap(path, np.uint8, "r+" if writable else "r")
+        self.bytes: Bytes = np.memmap(path, np.uint8, mode)
 
     def names(self, pattern: str) -> list[str]:
         """Names that fit a glob; at least one, since an edit that changes nothing is no mutant."""
@@ -125,7 +126,7 @@ def _values(weights: Weights, tensor: Tensor) -> Floats:
 
 def rewrite(source: Path, target: Path, kind: str) -> None:
     """Write a model again with all its matrices in another element type; norms stay F32."""
-    weights = Weights(source, writable=False)
+    weights = Weights(source)
     head, infos, offset = _metadata(weights), b"", 0
     number = next(n for n, known in GGML_TYPES.items() if known.name == kind)
     new = GGML_BY_NAME[kind.lower()]

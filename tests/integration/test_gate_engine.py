@@ -5,9 +5,9 @@ The whole table, with what is not detected, comes from scripts/bench/gate.py.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from scripts.bench.gate_run import Bench
@@ -48,28 +48,20 @@ def test_the_recipe_s_suites_are_cheap(bench: Bench) -> None:
     assert 0 < row.decoded <= 350
 
 
-@pytest.fixture
-def copy(smollm2: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copyfile(smollm2, tmp_path / "copy.gguf"))
-
-
 @pytest.mark.parametrize("variant", [v for v in ALL if v.edit], ids=lambda v: v.name)
-def test_every_edit_changes_the_file(variant: Variant, smollm2: Path, copy: Path) -> None:
+def test_every_edit_changes_weights_or_metadata(variant: Variant, smollm2: Path) -> None:
     """An edit that changes nothing would count as a mutant that nobody can find."""
     assert variant.edit
-    weights, untouched = Weights(copy), Weights(smollm2, writable=False)
+    weights, untouched = Weights(smollm2, "c"), Weights(smollm2)
     variant.edit(weights)
-    assert (weights.bytes != untouched.bytes).any()
     start = weights.header.data_start
-    names = [t.name for t in weights.header.tensors]
-    changed = [n for n in names if (weights.raw(n) != untouched.raw(n)).any()]
     header = bool((weights.bytes[:start] != untouched.bytes[:start]).any())
-    assert bool(changed) != header
+    assert bool((weights.data() != untouched.data()).any()) != header
 
 
-def test_a_model_rewritten_in_its_own_precision_says_the_same(smollm2: Path, copy: Path) -> None:
-    rewrite(smollm2, copy, "F32")
-    was, now = Weights(smollm2, writable=False), Weights(copy, writable=False)
+def test_a_model_in_another_type_holds_the_same_values(smollm2: Path, tmp_path: Path) -> None:
+    rewrite(smollm2, tmp_path / "copy.gguf", "F16")
+    was, now = Weights(smollm2), Weights(tmp_path / "copy.gguf")
     assert now.header.metadata == was.header.metadata
     for name in ("blk.0.attn_k.weight", "token_embd.weight", "output_norm.weight"):
-        assert (now.values(name) == was.values(name)).all()
+        assert np.allclose(now.values(name), was.values(name), rtol=1e-3, atol=1e-6)
