@@ -15,10 +15,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from bakehouse.ports.http import Http, Unreachable
 from bakehouse.ports.process import environment
+from bakehouse.probe.score import score_text
+from bakehouse.probe.talk import Talk
 
 RULER = (
     """Bread is made from flour, water, salt and yeast. The dough is kneaded, left to rise in a warm
@@ -94,39 +95,20 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def token_likelihood(
-    http: Http, url: str, texts: Sequence[str] = RULER
-) -> list[list[float | None]]:
-    """Give the negative log-likelihood in nats of each token of each text but the first.
+def ruler(talk: Talk) -> tuple[float | None, int]:
+    """Give the negative log-likelihood of the ruler's texts in nats, and of how many tokens.
 
-    A wanted token is forced by a bias, and its unbiased probability comes back. None: not a number.
+    None where a probability is not a number. Raises NotServed where there is no answer of use.
     """
-    return [_of_text(http, url, text) for text in texts]
-
-
-def _of_text(http: Http, url: str, text: str) -> list[float | None]:
-    tokens = _post(http, url, "/tokenize", {"content": text})["tokens"]
-    return [_one(http, url, tokens[:at], tokens[at]) for at in range(1, len(tokens))]
-
-
-def _one(http: Http, url: str, before: list[int], wanted: int) -> float | None:
-    asked = {
-        "prompt": before, "n_predict": 1, "n_probs": 1, "cache_prompt": True, "temperature": 0,
-        "logit_bias": [[wanted, 100]], "id_slot": 0,
-    }  # fmt: skip
-    said = _post(http, url, "/completion", asked)
-    found = said["completion_probabilities"][0]
-    value = found.get("logprob")
-    if found.get("id") != wanted or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return -float(value)
-
-
-def _post(http: Http, url: str, path: str, body: dict[str, Any]) -> Any:
-    reply = http.ask("POST", url + path, json=body, timeout=60)
-    if reply.status != 200:
-        raise NotServed(f"HTTP {reply.status} {reply.text[:120]}")
-    return reply.json()
+    nats: list[float] = []
+    for text in RULER:
+        scored = score_text(talk, text)
+        if scored.trouble == "numbers":
+            return None, 0
+        if scored.trouble:
+            raise NotServed(scored.problem)
+        nats += (-number for number in scored.logprobs)
+    return math.fsum(nats), len(nats)
 
 
 def decoded(http: Http, url: str) -> int:

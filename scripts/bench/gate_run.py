@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,7 +22,7 @@ from bakehouse.probe.talk import Patience, Talk
 from bakehouse.probe.types import GOOD, Endpoint, Given, Known
 from bakehouse.recipe.gate import SuiteName, default_suites
 from bakehouse.recipe.load import find, load
-from scripts.bench.gate_measure import NotServed, decoded, served, token_likelihood
+from scripts.bench.gate_measure import NotServed, decoded, ruler, served
 from scripts.bench.gate_variants import Variant
 from scripts.bench.gate_weights import Weights, requantise, rewrite
 
@@ -223,15 +222,13 @@ class Bench:
         row = Row(variant.name, variant.what, variant.kind, known)
         try:
             with self._served(variant, model) as url:
-                nats = [n for text in token_likelihood(self._context.http, url) for n in text]
-                numbers = [n for n in nats if n is not None]
+                nats, tokens = ruler(Talk(self._context, _endpoint(url), HASTE))
                 suites: dict[str, Judged] = {
                     name: self._suite(name, url, variant) for name in asked()
                 }
         except (NotServed, Unreachable) as error:
             return replace(row, not_served=str(error))
-        whole = math.fsum(numbers) if len(numbers) == len(nats) else None
-        return replace(row, suites=suites, ruler_tokens=len(nats), ruler_nats=whole)
+        return replace(row, suites=suites, ruler_tokens=tokens, ruler_nats=nats)
 
     def _suite(self, name: SuiteName, url: str, variant: Variant) -> Judged:
         """Ask one suite, and judge what was heard with and without golden values."""
