@@ -168,7 +168,7 @@ class Bench:
 
     def _digest_of(self, variant: Variant) -> str:
         """Name everything that could change a variant's result."""
-        how = (variant.flags, variant.kv, variant.rewrite, _told(variant.edit))
+        how = (variant.flags, variant.kv, variant.rewrite, variant.same, _told(variant.edit))
         told = repr((variant.name, variant.what, how))
         return hashlib.sha256(f"{self._basis}{told}".encode()).hexdigest()[:16]
 
@@ -247,7 +247,7 @@ class Bench:
 
     def _known(self, variant: Variant) -> Known:
         """What is known of a variant: a mutant goes by the name of the weights that it spoils."""
-        name = variant.rewrite if variant.rewrite else "smollm2"
+        name = "smollm2" if variant.same else variant.rewrite
         weights16 = hashlib.sha256(name.encode()).hexdigest()[:16]
         return Known(weights16, variant.kv, "cpu", "", self._goldens)
 

@@ -22,8 +22,9 @@ class Variant:
     kv: str = "f16"
     """Type of the KV cache: there is a golden value for each."""
     rewrite: str = ""
-    """An element type, or `tool:TYPE` for one that llama-quantize makes: other weights, which have
-    no golden value."""
+    """An element type, or `tool:TYPE` for one that llama-quantize makes."""
+    same: bool = True
+    """Whether golden values of the model as it is hold for it; not so for other weights."""
 
 
 def _override(key: str, kind: str, value: object) -> tuple[str, ...]:
@@ -160,6 +161,18 @@ TOKENS = (
 )  # fmt: skip
 
 
+def _other(kind: str, what: str) -> Variant:
+    """Other weights: they have no golden value here."""
+    return Variant(f"quant-{kind.rpartition(':')[2]}", what, "harmless", rewrite=kind, same=False)
+
+
+def _kernel(kind: str) -> Variant:
+    """Another kernel's arithmetic: the 4-bit weights are held as 16-bit floats."""
+    cache = () if kind == "f16" else ("-ctk", kind, "-ctv", kind, "-fa", "on")
+    what = f"the same weights held as 16-bit floats, KV cache {kind}"
+    return Variant(f"kernel-{kind}", what, "harmless", None, cache, kind, "F16")
+
+
 def _same(name: str, what: str, *flags: str, kv: str = "f16") -> Variant:
     return Variant(name, what, "harmless", flags=flags, kv=kv)
 
@@ -189,10 +202,10 @@ HARMLESS = (
     _same("slots-2", "two slots", "-np", "2", "-c", "4096"),
     _same("unified-2", "two slots that share one cache", "-np", "2", "-kvu"),
     *(_cache(kind) for kind in ("f32", "bf16", "q8_0", "q5_1", "q4_0")),
-    *(Variant(f"quant-{kind}", f"all matrices in {kind}", "harmless", rewrite=kind)
-      for kind in ("F16", "BF16", "Q8_0", "Q5_1", "Q4_0")),
-    *(Variant(f"quant-{kind}", f"{kind} as llama-quantize makes it", "harmless",
-              rewrite=f"tool:{kind}") for kind in ("Q4_K_M", "IQ4_NL", "Q3_K_M")),
+    *(_kernel(kind) for kind in ("f16", "q8_0", "q5_1", "q4_0")),
+    *(_other(kind, f"all matrices in {kind}") for kind in ("BF16", "Q8_0", "Q5_1", "Q4_0")),
+    *(_other(f"tool:{kind}", f"{kind} as llama-quantize makes it")
+      for kind in ("Q4_K_M", "IQ4_NL", "Q3_K_M")),
 )  # fmt: skip
 
 MUTANTS = (*ZEROED, *SWAPPED, *NORMS, *ROPE, *BYTES, *PACKED, *NAN, *TOKENS)
