@@ -107,6 +107,30 @@ class TestLikelihood:
         assert beyond.verdict == "wrong"
         assert failed(beyond) == {".golden"}
 
+    @pytest.mark.parametrize(
+        ("kind", "identity", "bound"),
+        [
+            ("q5_1", "other", likelihood.FIVE_BIT),
+            ("q4_0", "other", likelihood.FOUR_BIT),
+            ("iq4_nl", "other", likelihood.FOUR_BIT),
+            ("q4_0", "same", likelihood.SAME_SERVER),
+            ("q8_0", "other", likelihood.SAME_BACKEND),
+        ],
+    )
+    def test_a_coarse_cache_makes_more_of_another_rounding(
+        self, kind: str, identity: str, bound: likelihood.Bound
+    ) -> None:
+        known = replace(KNOWN, kv_cache=kind, identity=identity)
+        told = golden().model_copy(update={"kv_cache": kind})
+        assert judged(scores(0.9 * bound.mean), known, told).good
+        assert judged(scores(1.1 * bound.mean), known, told).verdict == "wrong"
+
+    def test_a_coarse_cache_never_makes_a_bound_tighter(self) -> None:
+        known = replace(OTHER_BACKEND, kv_cache="q5_1")
+        told = golden().model_copy(update={"kv_cache": "q5_1"})
+        bound = likelihood.bound_for(told, Given(endpoint(), Probe(), known, told))
+        assert bound.spread == likelihood.OTHER_BACKEND.spread > likelihood.FIVE_BIT.spread
+
     def test_single_tokens_tell_what_the_mean_hides(self) -> None:
         proof = judged(scores(spread=0.1), tolerance=10)
         assert failed(proof) == {".spread"}
