@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,11 @@ settings.register_profile(
 )
 settings.load_profile("bakehouse")
 """How long an example takes depends on what else the machine does, and is no property."""
+
+# A shell's background job and nohup leave us with ignored signals, which children would inherit;
+# what the tests start has to see signals as a user's own programs do.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ROOT = Path(__file__).resolve().parents[1]
 INVOKE = Path(sys.executable).with_name("invoke")

@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ class Keeper:
         self.sensor = Sensor()
         self.sampled = self.read_at = 0.0
         self.written: state.Mark | None = None
+        self.blind = False
 
     def run(self) -> None:
         """Start the server, watch it to its end, write down how it ended."""
@@ -205,8 +207,20 @@ class Keeper:
         self._tell({"event": "alarm", "alarm": noted})
 
     def _read_log(self) -> None:
-        """Note what the log shows since the proof; up to it whoever proves reads the log."""
-        if self.state.phase == "proven" and (findings := self.log.findings()):
+        """Note what the log shows since the proof; up to it whoever proves reads the log.
+
+        A log that cannot be judged is no reason to end a server, and is said, once.
+        """
+        if self.state.phase != "proven" or self.blind:
+            return
+        try:
+            findings = self.log.findings()
+        except Exception as error:
+            self.blind = True
+            traceback.print_exc()
+            line = f"its log is watched no more: {type(error).__name__}: {error}"
+            findings = [{"id": "not-watched", "severity": "lost", "line_number": 0, "line": line}]
+        if findings:
             self._note(findings=(*self.state.findings, *findings)[:50])
 
     def _reap(self) -> None:

@@ -163,10 +163,12 @@ def launch(plan: ServePlan, settings: Settings, base: Mapping[str, str]) -> Link
 def start_keeper(folder: Path, spec: Spec) -> socket.socket:
     """Start the detached keeper and tell it what to do; give our end of the line."""
     ours, theirs = socket.socketpair()
-    package = Path(__file__).resolve().parents[2]
+    # All that we can import the keeper has to find too, however it came to be importable.
+    package = str(Path(__file__).resolve().parents[2])
+    importable = os.pathsep.join(dict.fromkeys([package, *filter(None, sys.path)]))
     with theirs, (folder / "keeper.log").open("ab") as log:
         env = {
-            **environment({"PYTHONPATH": str(package), MARK: str(folder)}),
+            **environment({"PYTHONPATH": importable, MARK: str(folder)}),
             "PYTHONSAFEPATH": "1",
         }
         starter = subprocess.Popen(

@@ -1,0 +1,56 @@
+"""How a keeper is started, and that it outlives what it cannot read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from bakehouse.serve import launch
+from bakehouse.serve.keeper import Keeper
+from bakehouse.serve.launch import start_keeper
+from bakehouse.serve.state import Spec
+
+
+def test_a_keeper_finds_whatever_we_can_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packages may come from PYTHONPATH, which no child inherits."""
+    seen: dict[str, str] = {}
+
+    def popen(_argv: list[str], *, env: dict[str, str], **_: Any) -> Any:
+        seen.update(env)
+        return SimpleNamespace(wait=lambda: 0)
+
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site")])
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    start_keeper(tmp_path, cast(Spec, SimpleNamespace(to_json=lambda: "{}"))).close()
+    found = seen["PYTHONPATH"].split(":")
+    assert str(tmp_path / "site") in found
+    assert found[0] == str(Path(launch.__file__).resolve().parents[2])
+
+
+def test_a_log_that_cannot_be_judged_is_said_once_and_ends_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    noted: list[dict[str, Any]] = []
+
+    def findings() -> list[dict[str, Any]]:
+        raise ModuleNotFoundError("No module named 'pydantic'")
+
+    keeper = cast(Any, object.__new__(Keeper))
+    keeper.state = SimpleNamespace(phase="proven", findings=())
+    keeper.log = SimpleNamespace(findings=findings)
+    keeper.blind = False
+    keeper._note = lambda **changes: noted.append(changes)
+    keeper._read_log()
+    keeper._read_log()
+    (only,) = noted
+    (found,) = only["findings"]
+    assert found["severity"] == "lost"
+    assert "pydantic" in found["line"]
+    assert "ModuleNotFoundError" in capsys.readouterr().err
