@@ -39,6 +39,7 @@ serve:
   command: |
     {python} -S {fake} -m {{{{ weights.model.first }}}} --fault build=b7-{stamp} {more}
 probe:
+  suites: [facts]
   facts: {{questions: [{{ask: "What is 2+2?", answers: ["4"]}}]}}
 {tail}
 """
