@@ -149,12 +149,17 @@ def make_options(kind: type[Any], given: Mapping[str, Any]) -> Any:
     """Make a command's options of the flags that were given. Raises UsageError."""
     known: dict[str, Field[Any]] = {f.name.strip("_"): f for f in fields(kind)}
     values = {name.strip("_"): value for name, value in given.items() if value is not None}
-    for name in values:
+    for name, value in values.items():
         if name not in known:
             raise UsageError(f"--{_flag(name)} is not an option of this task")
+        if value == "":
+            raise UsageError(
+                f"--{_flag(name)} is given, and its value is empty",
+                hint="a variable of the shell that is not set? Give a value, or leave the flag out",
+            )
     for name, field in known.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
-            raise UsageError(f"--{_flag(name)} is missing", hint="`invoke --help TASK` shows all")
+            raise UsageError(f"--{_flag(name)} is missing", hint="`invoke TASK --help` shows all")
     return kind(
         **{known[n].name: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
     )

@@ -253,9 +253,14 @@ def _pin_toolkit(ctx: Context, recipe: Recipe) -> ToolkitPin | None:
 
 
 def ensure_lock(
-    ctx: Context, loaded: Loaded, *, locked: bool = False, update: bool = False
+    ctx: Context,
+    loaded: Loaded,
+    *,
+    locked: bool = False,
+    update: bool = False,
+    say: bool = True,
 ) -> Lock:
-    """Give the recipe's lock: the one that is there, or a new one, written and printed.
+    """Give the recipe's lock: the one that is there, or a new one, written and (`say`) printed.
 
     With `locked` none is written; with `update` pins that are there are moved, and what moved is
     said. Patches and local archives are brought into the cache and verified. Raises LockError
@@ -269,7 +274,7 @@ def ensure_lock(
         return old
     if locked:
         raise LockError(
-            "there is no lock, and --locked forbids to write one"
+            "the recipe has no lock, and this writes none"
             if old is None
             else "--locked forbids to move the lock",
             where=str(path),
@@ -280,7 +285,8 @@ def ensure_lock(
     new = resolve(ctx, loaded, old)
     if new != old:
         _write(path, new)
-        for line in describe(new) if old is None else map(moved_line, changes(old, new)):
+        lines = describe(new) if old is None else map(moved_line, changes(old, new))
+        for line in lines if say else ():
             ctx.progress.say(line)
     return new
 

@@ -6,10 +6,10 @@ cd "$root"
 
 say() { printf '%s\n' "$*" >&2; }
 
-fail() { # what, hint
+fail() { # what, hint, exit code (9: this machine lacks something)
   say "error: $1"
-  [ -z "${2:-}" ] || say "hint:  $2"
-  exit 9
+  [ -z "${2:-}" ] || say "  hint: $2"
+  exit "${3:-9}"
 }
 
 debian_like() { [ -r /etc/debian_version ] && command -v apt-get >/dev/null; }

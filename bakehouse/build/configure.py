@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +34,12 @@ def read(folder: Path, log: Path) -> Configured:
     shutil.copyfile(folder / "CMakeCache.txt", kept)
     replies, generator = _replies(folder / _REPLY)
     entries = replies.get("cache", {}).get("entries", [])
+    cache = {e["name"]: CacheEntry(value=e["value"], type=e["type"]) for e in entries}
     toolchains = replies.get("toolchains", {}).get("toolchains", [])
     return Configured(
         log=tuple(log.read_text(errors="replace").splitlines()),
         log_path=str(log),
-        cache={e["name"]: CacheEntry(value=e["value"], type=e["type"]) for e in entries},
+        cache=cache,
         cache_path=str(kept),
         generator=generator,
         compilers={
@@ -47,7 +51,27 @@ def read(folder: Path, log: Path) -> Configured:
             for t in toolchains
         },
         targets=_targets(folder / _REPLY, replies.get("codemodel", {})),
+        named=_named(cache),
     )
+
+
+def _named(cache: Mapping[str, CacheEntry]) -> frozenset[str]:
+    """Which entries that no project declared stand in a CMake file of the source."""
+    home = cache.get("CMAKE_HOME_DIRECTORY")
+    if home is None:
+        return frozenset()
+    undeclared = {name for name, entry in cache.items() if entry.type == "UNINITIALIZED"}
+    found: set[str] = set()
+    for path in _cmake_files(Path(home.value)):
+        words = re.findall(r"\w+", path.read_text(encoding="utf-8", errors="replace"))
+        found |= undeclared.intersection(words)
+    return frozenset(found)
+
+
+def _cmake_files(source: Path) -> Iterator[Path]:
+    for folder, _, names in os.walk(source):
+        of_cmake = (n for n in names if n == "CMakeLists.txt" or n.endswith(".cmake"))
+        yield from (path for name in of_cmake if (path := Path(folder, name)).is_file())
 
 
 def _replies(folder: Path) -> tuple[dict[str, Any], str]:

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, cast
 
@@ -19,7 +20,10 @@ from bakehouse.signatures import ENGINES, STAGES, Finding, Scanner, exit_code
 _CHUNK = 1 << 18
 _GZIP = b"\x1f\x8b"
 _SAMPLE = 8192
+_ONLY_ZEROS = 64 << 20
+"""Bytes: a log that begins with more zeros than these is none."""
 _CONTROLS = bytes(code for code in range(32) if code not in b"\a\b\t\n\v\f\r\x1b")
+_COPY = "see that it may be read, or give a copy of it"
 _KINDS = {
     b"GGUF": "a GGUF model",
     b"\x7fELF": "a program",
@@ -79,6 +83,8 @@ def _feed(scanner: Scanner, log: IO[bytes], file: str) -> int:
             if text and not judged:
                 _must_be_text(data if data.startswith(tuple(_KINDS)) else text, file)
                 judged = True
+            elif not judged and size >= _ONLY_ZEROS:
+                break
             scanner.feed_bytes(text)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UsageError(
@@ -89,10 +95,13 @@ def _feed(scanner: Scanner, log: IO[bytes], file: str) -> int:
     except OSError as error:
         reason = error.strerror or error
         raise HostError(
-            f"{_named(file)} cannot be read: {reason}", where=f"after {size} bytes"
+            f"{_named(file)} cannot be read: {reason}", where=f"after {size} bytes", hint=_COPY
         ) from None
     if size and not judged:
-        raise UsageError(f"{_named(file)} holds nothing but zeros")
+        raise UsageError(
+            f"{_named(file)} holds nothing but zeros",
+            hint="a log that was cut by a crash of the machine looks so; what it held is lost",
+        )
     return size
 
 
@@ -125,10 +134,17 @@ def _opened(file: str) -> Iterator[IO[bytes]]:
         raise NotFound(f"there is no file {file}", hint="`-` reads standard input") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise HostError(f"{file} cannot be opened: {reason}") from None
+        raise HostError(f"{file} cannot be opened: {reason}", hint=_COPY) from None
     with raw:
-        packed = raw.peek(2)[:2] == _GZIP if path.is_file() else False
+        packed = path.is_file() and _first_bytes(raw, file)[:2] == _GZIP
         yield cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
+
+
+def _first_bytes(raw: BufferedReader, file: str) -> bytes:
+    try:
+        return raw.peek(2)
+    except OSError as error:
+        raise HostError(f"{file} cannot be read: {error.strerror}", hint=_COPY) from None
 
 
 def _must_be_text(head: bytes, file: str) -> None:
@@ -144,7 +160,7 @@ def _must_be_text(head: bytes, file: str) -> None:
 def _text(findings: tuple[Finding, ...], lines: int) -> str:
     if not findings:
         return (
-            f"nothing known to be bad in {lines} lines\n"
+            f"nothing known to be bad in {_count(lines)}\n"
             "That is no proof: only answers to known questions are (`invoke probe`)."
         )
     return "\n\n".join([*map(_paragraph, findings), _summary(findings, lines)])
@@ -165,5 +181,10 @@ def _paragraph(finding: Finding) -> str:
 def _summary(findings: tuple[Finding, ...], lines: int) -> str:
     bad = [finding for finding in findings if finding.bad]
     if not bad:
-        return f"nothing bad in {lines} lines; {len(findings)} kinds of line explained above"
+        kinds = f"{len(findings)} kind{'s' * (len(findings) != 1)} of line"
+        return f"nothing bad in {_count(lines)}; {kinds} explained above"
     return f"first cause: {bad[0].id}, line {bad[0].line_number} of {lines}"
+
+
+def _count(lines: int) -> str:
+    return f"{lines} line{'s' * (lines != 1)}"

@@ -11,6 +11,7 @@ from bakehouse.checkpoints.files import read_path
 from bakehouse.context import Context
 from bakehouse.errors import HostError, NotFound, UsageError
 from bakehouse.memory.advice import table
+from bakehouse.memory.cache import cache_types
 from bakehouse.memory.demand import Demand, demand_of
 from bakehouse.memory.ladder import (
     Figures,
@@ -67,7 +68,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         if "model" in weights:
             budget = recipe_budget(machine, loaded.recipe, weights)
         found = _of_recipe(ctx, loaded, weights)
-    cache = options.kv_cache or demand.keys
+    cache = _cache_type(options.kv_cache, demand.engine) or demand.keys
     demand = replace(demand, context=context or demand.context, keys=cache,
                      values=options.kv_cache or demand.values)  # fmt: skip
     ladder = make_ladder(machine, demand, found.variants, found.figures, beside=beside,
@@ -100,6 +101,17 @@ def _outcome(
         "notes": notes,
     }
     return Outcome(result, "\n".join(text), budget.checks() if budget else ())
+
+
+def _cache_type(value: str | None, engine: str) -> str | None:
+    """Read a type whose size is known; with any other nothing could be said to fit."""
+    known = cache_types(engine)
+    if value is not None and value not in known:
+        raise UsageError(
+            f"--kv-cache {value} is no type of cache of {engine}",
+            hint=f"one of {', '.join(known)}",
+        )
+    return value
 
 
 def _whole(value: str | None, flag: str) -> int | None:

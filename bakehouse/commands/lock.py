@@ -27,7 +27,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     loaded = load_sound(find(options.recipe, ctx.recipes), options.set)
     path = lock_path(loaded.path)
     before = _before(loaded)
-    lock = ensure_lock(ctx, loaded, update=options.update)
+    lock = ensure_lock(ctx, loaded, update=options.update, say=False)
     moved = changes(before, lock) if before else ()
     refs = _refs(ctx, lock) if before and not options.update else ()
     lines = describe(lock)

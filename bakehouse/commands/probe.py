@@ -157,10 +157,11 @@ def _ours(ctx: Context, options: Options) -> Target:
     folder = ctx.places.servers / recipe.name
     seen = look(folder)
     state = seen.state
-    how = f"is {seen.word}" if state else "never ran"
+    says = state.ended.says if state and state.ended else "it never ran"
+    how = f"it is {seen.word}" if seen.alive else says
     if not seen.alive or state is None or state.server is None or not state.port:
         raise NotHealthy(
-            f"no server of '{recipe.name}' answers: it {how}",
+            f"no server of '{recipe.name}' answers: {how}",
             where=str(folder),
             hint=f"invoke serve --recipe {options.recipe} starts it",
         )
@@ -196,7 +197,13 @@ def _base_url(url: str) -> str:
     """Take a URL with or without `/v1`. Raises UsageError."""
     try:
         parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        good = (
+            url.isprintable()
+            and " " not in url
+            and parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and (parts.port or 1) > 0
+        )
     except ValueError:
         good = False
     if not good:

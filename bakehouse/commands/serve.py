@@ -104,7 +104,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     if options.watch:
         _read_watch(options)
     if options.dry_run:
-        lock = ensure_lock(ctx, loaded, locked=options.locked)
+        lock = ensure_lock(ctx, loaded, locked=True)
         return _dry(_wanted(ctx, loaded, lock, options, key))
     hidden = [recipe.serve.api_key.env] if recipe.serve.api_key and recipe.serve.api_key.env else []
     with Run.start(ctx, "serve", recipe.name, secrets=[*recipe.secrets, *hidden]) as record:

@@ -74,6 +74,8 @@ class Configured:
     generator: str
     compilers: Mapping[str, Compiler]
     targets: Mapping[str, Target] = field(default_factory=dict)
+    named: frozenset[str] = frozenset()
+    """Undeclared entries of the cache that stand in a CMake file of the source."""
 
     def line(self, number: int) -> str:
         """Name a line of the log (counting from 1) as editors do."""

@@ -12,8 +12,15 @@ from bakehouse.memory.demand import Demand
 from bakehouse.memory.types import Basis, Line, Phase, Pool
 
 _VLLM_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
+_GGML_CACHES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+"""What llama.cpp takes for -ctk and -ctv."""
 CELL_PAD = 256
 """llama.cpp rounds a cache's cells up to a multiple of this."""
+
+
+def cache_types(engine: str) -> tuple[str, ...]:
+    """Types that an engine's cache may have."""
+    return (*_VLLM_BYTES, "fp8") if engine == "vllm" else _GGML_CACHES
 
 
 def row_bytes(width: int, kind: str, engine: str) -> int | None:

@@ -114,7 +114,7 @@ def _fetch_source(lock: Lock) -> Step:
     expects += [f"patch {p.id}: sha256 {p.file.sha256}" for p in lock.patches]
     return Step(
         id="fetch-source",
-        title=f"have the source: {title}",
+        title=f"fetch the source, unless it is here: {title}",
         expects=(*expects, f"git tree {lock.source_tree}"),
     )
 
@@ -122,7 +122,9 @@ def _fetch_source(lock: Lock) -> Step:
 def _fetch_toolkit(lock: Lock) -> tuple[Step, ...]:
     if lock.toolkit is None:
         return ()
-    title = f"have CUDA {lock.toolkit.version}, {len(lock.toolkit.wheels)} wheels"
+    title = (
+        f"fetch CUDA {lock.toolkit.version}, unless it is here: {len(lock.toolkit.wheels)} wheels"
+    )
     expects = tuple(line for wheel in lock.toolkit.wheels for line in _expected(wheel))
     return (Step(id="fetch-toolkit", title=title, expects=expects),)
 
@@ -131,7 +133,8 @@ def _fetch_weights(lock: Lock, weights: Mapping[str, Paths]) -> tuple[Step, ...]
     return tuple(
         Step(
             id=f"fetch-{role}",
-            title=f"have the {role}: {lock.weights[role].origin}, in {paths.path}",
+            title=f"fetch the {role}, unless it is here: {lock.weights[role].origin}, "
+            f"to {paths.path}",
             expects=tuple(line for file in lock.weights[role].files for line in _expected(file)),
         )
         for role, paths in weights.items()

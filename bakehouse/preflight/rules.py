@@ -6,9 +6,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from bakehouse.engines.llamacpp import server
+from bakehouse.engines.llamacpp.cmake import NOTHING, refusals
 from bakehouse.errors import Fault, RecipeError
 from bakehouse.recipe.load import Loaded, load
 from bakehouse.recipe.model import Recipe
+from bakehouse.recipe.variables import trial_variables
 from bakehouse.toolkit.force import Conflict, conflicts
 
 OWN_DRAFT_CACHE = ("draft-eagle3", "draft-mtp", "draft-dflash", "draft-dspark")
@@ -20,15 +23,21 @@ _SPEC_TYPE = re.compile(r"--spec-type[=\s]+([\w,-]+)")
 
 def rule_conflicts(recipe: Recipe) -> tuple[Conflict, ...]:
     """Everything in a recipe that contradicts itself across keys."""
-    return (*conflicts(recipe.build), *_projector(recipe), *_acknowledged(recipe))
+    return (
+        *conflicts(recipe.build),
+        *_definitions(recipe),
+        *_projector(recipe),
+        *_acknowledged(recipe),
+    )
 
 
 def faults(loaded: Loaded) -> tuple[Fault, ...]:
-    """The same, each at its place in the files."""
-    return tuple(
+    """The same, each at its place in the files, and what the command must not hold."""
+    found = (
         loaded.origin(*c.keys).fault(f"{'.'.join(c.keys)}: {c.message}", c.hint)
         for c in rule_conflicts(loaded.recipe)
     )
+    return (*found, *_command(loaded))
 
 
 def require(loaded: Loaded) -> None:
@@ -49,6 +58,31 @@ def speculation_modes(recipe: Recipe) -> tuple[str, ...]:
     written = _SPEC_TYPE.findall(recipe.serve.command)
     named = ",".join([recipe.serve.speculation or "", *written])
     return tuple(dict.fromkeys(mode.strip() for mode in named.split(",") if mode.strip()))
+
+
+def _definitions(recipe: Recipe) -> tuple[Conflict, ...]:
+    """Definitions that no llama.cpp build takes from a recipe, whatever its toolkit."""
+    if recipe.engine != "llama.cpp" or recipe.build is None:
+        return ()
+    return tuple(
+        Conflict(("build", "cmake", r.name), r.message, r.hint)
+        for r in refusals(recipe.build.cmake, NOTHING)
+    )
+
+
+def _command(loaded: Loaded) -> tuple[Fault, ...]:
+    """What a llama-server command holds or lacks, tried with stand-ins for binary and weights."""
+    if loaded.recipe.engine != "llama.cpp":
+        return ()
+    from bakehouse.recipe.argv import render  # Jinja is slow to import
+
+    origin = loaded.origin("serve", "command")
+    try:
+        command = render(loaded.recipe.serve.command, trial_variables(loaded.recipe), origin=origin)
+        server.refuse(command, loaded.recipe, origin)
+    except RecipeError as error:
+        return error.faults
+    return ()
 
 
 def _projector(recipe: Recipe) -> tuple[Conflict, ...]:

@@ -73,6 +73,14 @@ def first_cause(lines: Sequence[str], engine: str, *, died: bool = False) -> Cau
     return None
 
 
+def last_words(lines: Sequence[str]) -> Cause | None:
+    """Give the last line that says anything: what there is where nothing explains an end."""
+    for number in range(len(lines), 0, -1):
+        if lines[number - 1].strip():
+            return Cause(number, lines[number - 1])
+    return None
+
+
 def signature_check(
     lines: Sequence[str], engine: str, asked_for: frozenset[str] = frozenset()
 ) -> Check:

@@ -133,8 +133,8 @@ def stop(folder: Path) -> Stopped:
     """End a server, its keeper and all their descendants; harmless where nothing runs."""
     seen = look(folder)
     if not seen.alive:
-        how = seen.state.ended.says if seen.state and seen.state.ended else "it does not run"
-        return Stopped(seen.name, ran=False, killed=False, says=f"was not running ({how})")
+        how = f" ({seen.state.ended.says})" if seen.state and seen.state.ended else ""
+        return Stopped(seen.name, ran=False, killed=False, says=f"was not running{how}")
     patience = seen.state.stop_timeout if seen.state else 20.0
     keeper = next((p for p in seen.processes if is_keeper(p, folder)), None)
     if keeper:

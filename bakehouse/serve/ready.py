@@ -16,7 +16,7 @@ from bakehouse.errors import NotHealthy
 from bakehouse.ports.http import Unreachable
 from bakehouse.progress import Bar
 from bakehouse.serve.activity import Silence, read_activity
-from bakehouse.serve.causes import first_cause, read_log
+from bakehouse.serve.causes import first_cause, last_words, read_log
 from bakehouse.serve.launch import Link
 from bakehouse.serve.listeners import Listener, owned
 from bakehouse.serve.processes import tree
@@ -172,4 +172,5 @@ def explain(what: str, checks: tuple[Check, ...], link: Link, engine: str) -> No
     hint = f"read {log}" + ("" if lines else " (it is empty)")
     if cause and cause.mend:
         hint = cause.mend
-    return NotHealthy(what, where=cause.where if cause else str(log), hint=hint, checks=checks)
+    said = cause or last_words(lines)
+    return NotHealthy(what, where=said.where if said else str(log), hint=hint, checks=checks)

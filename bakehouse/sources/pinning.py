@@ -82,6 +82,13 @@ def _pin_local(ctx: Context, folder: Path, weights: Weights) -> WeightPin:
         check_weights(names, glob, str(path))
     elif path.is_file():
         names = [p.name for p in split_paths(path)]
+    elif path.exists():
+        raise LockError(
+            "the weights are neither a file nor a folder",
+            where=str(path),
+            hint="name a weight file, or the folder that holds them",
+            id="weights-kind",
+        )
     else:
         raise LockError(
             "the weights are not there",

@@ -15,7 +15,7 @@ from typing import Protocol
 from bakehouse.base import digest
 from bakehouse.checkpoints.files import read_paths
 from bakehouse.context import Context
-from bakehouse.errors import HostError, LockError
+from bakehouse.errors import CheckpointError, HostError, LockError
 from bakehouse.lock import FilePin, Lock, WeightPin
 from bakehouse.places import Places
 from bakehouse.ports.http import HttpStatus
@@ -134,6 +134,14 @@ def check_headers(paths: Sequence[Path]) -> None:
     loadable = [path for path in paths if path.suffix in (".gguf", ".safetensors")]
     if loadable:
         read_paths(loadable)
+        return
+    for path in paths:
+        if nature := describe_wrong(path):
+            raise CheckpointError(
+                f"the weights are {nature}",
+                where=str(path),
+                hint="fetch the file again, from its own address and with a valid token",
+            )
 
 
 def verify_in_place(ctx: Context, pins: Mapping[Path, FilePin], *, rehash: bool = False) -> None:

@@ -220,6 +220,34 @@ def test_a_typing_error_in_a_definition_stops_before_compiling(
     assert runs == []
 
 
+READS_ALL = """
+get_cmake_property(names VARIABLES)
+foreach(name IN LISTS names)
+    if(name MATCHES "^GGML_")
+        string(APPEND expanded "${${name}}")
+    endif()
+endforeach()
+"""
+"""What ggml/CMakeLists.txt does, and by which CMake takes every GGML_ name for read."""
+
+
+def test_a_typing_error_that_the_project_seems_to_read(
+    context: Context, small: dict[str, str]
+) -> None:
+    small["CMakeLists.txt"] = FILES["CMakeLists.txt"] + READS_ALL
+    said = expect(BuildFailed, context, small_plan(context, {"GGML_NATIV": True}))
+    assert "GGML_NATIV is not used (did you mean GGML_NATIVE?)" in said
+    assert list(context.places.runs.glob("*/*compile.log")) == []
+
+
+def test_a_definition_that_is_read_and_not_declared(
+    context: Context, small: dict[str, str]
+) -> None:
+    small["CMakeLists.txt"] = FILES["CMakeLists.txt"] + READS_ALL
+    small["cuda.cmake"] = "if (GGML_CUDA_DEBUG)\nendif()\n"
+    build(context, small_plan(context, {"GGML_CUDA_DEBUG": True}))
+
+
 def test_a_target_that_does_not_exist(context: Context, small: dict[str, str]) -> None:
     plan = small_plan(context, targets=("llama-server", "llama-benhc"))
     assert "llama-benhc does not exist (did you mean llama-bench?)" in expect(

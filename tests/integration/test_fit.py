@@ -243,6 +243,8 @@ def test_nothing_there(hub: tuple[FakeHub, Context]) -> None:
         fit.Options(hub="o/m", context="-1"),
         fit.Options(hub="o/m", speculation="0.5"),
         fit.Options(hub="o/m", host="nowhere"),
+        fit.Options(recipe="smollm2-cpu", kv_cache="q9_9"),
+        fit.Options(recipe="smollm2-cpu", kv_cache="Q8_0"),
         fit.Options(hub="../../etc", host="gb10"),
     ],
 )

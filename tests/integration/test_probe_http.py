@@ -260,6 +260,8 @@ def test_a_key_is_sent_and_stays_out_of_everything_written(
         ({"url": "ftp://host"}, "not the URL"),
         ({"url": "http://host:999999"}, "not the URL"),
         ({"url": "http://me:secret@host"}, "password"),
+        ({"url": "http://host/\nX: y"}, "not the URL"),
+        ({"url": "http://host/a b"}, "not the URL"),
         ({"url": "http://127.0.0.1:1", "api_key_env": "NOT_SET"}, "NOT_SET"),
         ({"url": "http://127.0.0.1:1", "set_": ["a=b"]}, "--set"),
     ],

@@ -174,6 +174,8 @@ def test_a_flag_that_bakehouse_sets_names_the_line(home: Path, invoke: Invoke) -
 
 
 def test_a_dry_run_runs_nothing(home: Path, invoke: Invoke) -> None:
+    assert invoke("serve", recipe="tiny", dry_run=True)[0] == 4  # nor is a lock written
+    assert invoke("lock", recipe="tiny")[0] == 0
     code, said, _ = invoke("serve", recipe="tiny", dry_run=True)
     assert code == 0
     assert "tiny,~bakehouse-{nonce}" in said["result"]["serve"]["argv"]

@@ -133,6 +133,7 @@ def test_a_program_that_is_not_there(context: Context, notes: Notes) -> None:
     id_, error = refused(context, notes, wanted)
     assert id_ == "alive"
     assert "127" in error.what
+    assert str(error.where) == "server.log:1: /nowhere/llama-server: No such file or directory"
 
 
 def test_a_server_that_is_never_healthy_meets_the_deadline(context: Context, notes: Notes) -> None:

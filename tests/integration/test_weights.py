@@ -192,6 +192,19 @@ def test_what_stands_in_the_place_of_weights_is_named(
             pinned(ctx, tmp_path, path="m.gguf")
 
 
+@pytest.mark.parametrize("content", [POINTER, b"<html>Log in</html>", b"", b'{"error":"no"}'])
+def test_it_is_named_under_every_suffix(ctx: Context, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.bin").write_bytes(content)
+    with pytest.raises(LockError, match="the weights are "):
+        pinned(ctx, tmp_path, path="model.bin")
+
+
+def test_a_path_that_is_neither_file_nor_folder(ctx: Context, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.gguf")
+    with pytest.raises(LockError, match="neither a file nor a folder"):
+        pinned(ctx, tmp_path, path="m.gguf")
+
+
 def test_a_path_that_is_not_there(ctx: Context, tmp_path: Path) -> None:
     with pytest.raises(LockError, match="not there"):
         pinned(ctx, tmp_path, path="nope.gguf")

@@ -134,6 +134,28 @@ def test_a_definition_that_nothing_reads() -> None:
     assert check.where == "/run/configure.log:7"
 
 
+@pytest.mark.parametrize(("named", "fails"), [((), True), (("GGML_LT0",), False)])
+def test_a_definition_that_only_seems_read(named: tuple[str, ...], fails: bool) -> None:
+    """ggml reads all that begins with GGML_, so that CMake calls none of it unused."""
+    asked = EXPECTED.model_copy(update={"asked": {"GGML_BLAS": "OFF", "GGML_LT0": "ON"}})
+    cache = {**GOOD.cache, "GGML_LT0": CacheEntry("ON", "UNINITIALIZED")}
+    checks = judge(replace(GOOD, cache=cache, named=frozenset(named)), asked)
+    if not fails:
+        assert not_passed(checks) == ()
+        return
+    check = only(checks, "configure.used")
+    assert check.observed == "GGML_LT0 is not used (did you mean GGML_LTO?)"
+    assert check.where == GOOD.cache_path
+
+
+@pytest.mark.parametrize("value", ["onn", "ON;OFF", "ture", "-DX=1"])
+def test_a_switch_that_is_neither_on_nor_off(value: str) -> None:
+    """CMake takes any such text for one of the two, and says nothing."""
+    asked = EXPECTED.model_copy(update={"asked": {"GGML_BLAS": value}})
+    check = only(judge(replace(GOOD, cache=cached(GGML_BLAS=value)), asked), "configure.asked")
+    assert check.observed == f"GGML_BLAS={value}, where the project wants ON or OFF"
+
+
 def test_our_own_definitions_may_stay_unused() -> None:
     """Older trees do not know all that is forced."""
     assert not_passed(judge(replace(GOOD, log=(*LOG[:6], "    LLAMA_BUILD_UI", "")))) == ()

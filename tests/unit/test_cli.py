@@ -247,6 +247,16 @@ def test_options_take_their_flags_names(
     assert "--bogus" in document["error"]["what"]
 
 
+def test_an_empty_value_is_never_taken_for_no_flag(
+    install: Install, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`--word=$UNSET` would else do what nobody asked for."""
+    install(lambda ctx, options: Outcome(dict(vars(options))))
+    code, document, _ = call(capfd, word="")
+    assert code == 2
+    assert "--word" in document["error"]["what"]
+
+
 def test_a_task_that_does_not_exist(install: Install, capfd: pytest.CaptureFixture[str]) -> None:
     assert main("nonesuch", {}, json=True) == 1
     assert json.loads(capfd.readouterr().out)["error"]["id"] == "unexpected"

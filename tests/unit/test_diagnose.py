@@ -132,6 +132,22 @@ def test_wrong_arguments(
         diagnose.run(context, options)
 
 
+@pytest.mark.parametrize(
+    ("file", "kind", "message"),
+    [
+        ("/dev/zero", UsageError, "nothing but zeros"),
+        ("/dev/null", UsageError, "is empty"),
+        ("/proc/self/mem", HostError, "/proc/self/mem cannot be read"),
+    ],
+)
+def test_files_that_are_no_files(
+    context: Context, file: str, kind: type[BakehouseError], message: str
+) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        diagnose.run(context, diagnose.Options(file))
+    assert caught.value.hint
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_an_unreadable_file(context: Context, tmp_path: Path) -> None:
     file = _log(tmp_path, FATAL)

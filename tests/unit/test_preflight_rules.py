@@ -131,6 +131,25 @@ def test_the_place_of_a_contradiction_is_named(tmp_path: Path) -> None:
     assert error.value.exit_code == 2
 
 
+def test_what_plan_and_build_would_refuse_is_named_by_check_at_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        f"include: {RECIPES / 'smollm2-cpu.yaml'}\nname: r\nbuild:\n  cmake:\n"
+        "    CMAKE_C_COMPILER: /nope\nserve:\n  env: {LLAMA_ARG_PORT: 1}\n  command: |\n"
+        "    {{ server }} --host 0.0.0.0 --port 1\n"
+    )
+    with pytest.raises(RecipeError) as error:
+        require(load(path))
+    said = [str(fault).removeprefix(f"{path}:") for fault in error.value.faults]
+    assert [line.split(" (")[0] for line in said] == [
+        "5:23: build.cmake.CMAKE_C_COMPILER: CMAKE_C_COMPILER is not the recipe's to set",
+        "8:12: serve.command must not hold --host",
+        "8:12: serve.command must not hold --port",
+        "8:12: serve.command names no model",
+        "8:12: serve.env must not hold LLAMA_ARG_PORT",
+    ]
+
+
 def test_toolkit_contradictions_are_named_at_their_place(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import inspect
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -73,3 +75,43 @@ def test_a_list_imports_nothing_of_ours() -> None:
     *listed, imported = done.stdout.splitlines()
     assert imported == "[]"
     assert all(any(name in line for line in listed) for name in TASKS)
+
+
+def test_an_interrupt_while_we_are_imported_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = builtins.__import__
+
+    def interrupted(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "bakehouse.cli":
+            raise KeyboardInterrupt
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        TASKS["recipes"].body(None)
+    assert caught.value.code == 130
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (("test", "nonsense"), 2, "there is no level 'nonsense'"),
+        (("test", "lint", "nonsense"), 2, "there is no level 'nonsense'"),
+        (("nightly",), 2, "no recipe is named"),
+        (("nightly", "--nonsense"), 2, "--nonsense is not an option"),
+        (("nightly", "--help"), 0, "usage: "),
+    ],
+)
+def test_a_script_judges_its_arguments_before_it_installs_anything(
+    tmp_path: Path, argv: tuple[str, ...], code: int, said: str
+) -> None:
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    script, *rest = argv
+    done = subprocess.run(
+        ["bash", f"scripts/{script}", *rest],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
+    assert not (tmp_path / ".venv").exists()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from bakehouse.checks import Check, check
 from bakehouse.engines.configured import AcceptRule, Configured, Expected
-from bakehouse.engines.llamacpp.cmake import same
+from bakehouse.engines.llamacpp.cmake import SEEMS_READ, same, truth
 from bakehouse.engines.llamacpp.cuda import cuda
 
 _UNUSED = re.compile(r"\s*Manually-specified variables were not used by the project:")
@@ -80,6 +80,8 @@ def _held(id: str, wanted: dict[str, str], configured: Configured) -> Check:  # 
         if entry is None or not same(entry.value, value):
             seen = f"{name}={entry.value}" if entry else f"no {name}"
             wrong.append(f"{seen} in place of {value or 'nothing'}")
+        elif entry.type == "BOOL" and truth(value) is None:
+            wrong.append(f"{name}={value}, where the project wants ON or OFF")
     return check(
         id,
         f"{len(wanted)} definitions as they were passed",
@@ -98,6 +100,10 @@ def used(configured: Configured, expected: Expected) -> Iterable[Check]:
         if name in expected.asked:
             unused.append(name)
             where = configured.line(number) if len(unused) == 1 else where
+    for name in sorted(expected.asked):
+        if name not in unused and _only_seems_read(name, configured):
+            where = where if unused else configured.cache_path
+            unused.append(name)
     said = "it does"
     if unused:
         said = "; ".join(f"{name} is not used{_nearest(name, configured)}" for name in unused)
@@ -108,6 +114,13 @@ def used(configured: Configured, expected: Expected) -> Iterable[Check]:
         where,
         ok=not unused,
     )
+
+
+def _only_seems_read(name: str, configured: Configured) -> bool:
+    """Whether nothing in the source knows a name that CMake takes for read."""
+    entry = configured.cache.get(name)
+    undeclared = entry is not None and entry.type == "UNINITIALIZED"
+    return name.startswith(SEEMS_READ) and undeclared and name not in configured.named
 
 
 def _unused(log: tuple[str, ...]) -> Iterator[tuple[int, str]]:

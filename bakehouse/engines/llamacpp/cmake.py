@@ -69,6 +69,10 @@ OURS: Mapping[str, str] = {
 }
 """Definitions that no recipe may set, and what to do in their place."""
 
+SEEMS_READ = "GGML_"
+"""Prefix of names that CMake never calls unused: ggml/CMakeLists.txt reads all that begin so, to
+write them into its package file, a misspelled one among them."""
+
 COMPILE_FLAGS = ("CMAKE_C_FLAGS", "CMAKE_CXX_FLAGS", "CMAKE_ASM_FLAGS")
 LINK_FLAGS = ("CMAKE_EXE_LINKER_FLAGS", "CMAKE_SHARED_LINKER_FLAGS", "CMAKE_MODULE_LINKER_FLAGS")
 NO_BUILD_ID = "-Wl,--build-id=none"
@@ -125,10 +129,11 @@ def value_text(value: str | int | float | bool) -> str:
 
 def same(one: str, other: str) -> bool:
     """Whether two values mean the same to CMake, which has many words for ON and OFF."""
-    return one == other or (_truth(one) is not None and _truth(one) == _truth(other))
+    return one == other or (truth(one) is not None and truth(one) == truth(other))
 
 
-def _truth(value: str) -> bool | None:
+def truth(value: str) -> bool | None:
+    """Give what CMake's words for ON and OFF mean; None for any other text."""
     word = value.upper()
     if word in {"ON", "TRUE", "YES", "Y", "1"}:
         return True
@@ -180,7 +185,7 @@ def definitions(own: Mapping[str, str], lock: Lock, extra: Extra, arch: str) -> 
 
 def for_this_cpu(merged: Mapping[str, str]) -> bool:
     """Whether the result depends on the CPU of the machine that builds."""
-    return _truth(merged.get("GGML_NATIVE", "OFF")) is True or any(
+    return truth(merged.get("GGML_NATIVE", "OFF")) is True or any(
         "=native" in value for name, value in merged.items() if name.endswith("_FLAGS")
     )
 
