@@ -45,7 +45,7 @@ def check_lines(checks: Iterable[Check], *, width: int = 100, colour: bool = Fal
     """Give checks as aligned lines. All text is cleaned.
 
     What passed takes one line: verdict, id and what was observed, cut to the width. What did not
-    is told whole, over several lines if need be: expected, observed, where.
+    is told whole, over several lines if need be: expected, observed, where; a path is never cut.
     """
     shown = tuple(checks)
     column = min(max((len(c.id) for c in shown), default=0), 28)
@@ -57,7 +57,7 @@ def check_lines(checks: Iterable[Check], *, width: int = 100, colour: bool = Fal
             seen = _one_line(one.observed)
             parts = [seen if len(seen) <= room else seen[: room - 1] + "…"]
         else:
-            parts = [_one_line(one.expected), f"observed: {_one_line(one.observed)}"]
+            parts = [f"expected: {_one_line(one.expected)}", f"observed: {_one_line(one.observed)}"]
             parts += [f"at: {_one_line(one.where)}"] if one.where else []
         lines += _laid_out(head, parts, width, _COLOURS[one.verdict] if colour else None)
     return lines
@@ -74,7 +74,7 @@ def _laid_out(head: str, parts: list[str], width: int, colour: str | None) -> li
         for part in parts:
             lines += textwrap.wrap(
                 part, max(width, len(head) + 30), initial_indent=indent,
-                subsequent_indent=indent + "  ", break_on_hyphens=False,
+                subsequent_indent=indent + "  ", break_on_hyphens=False, break_long_words=False,
             ) or [indent]  # fmt: skip
         lines[0] = head + lines[0][len(indent) :]
     if colour:

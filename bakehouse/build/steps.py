@@ -69,6 +69,15 @@ def accept(plan: BuildPlan, run: Run, configured: Configured) -> tuple[Check, ..
     return checks
 
 
+_MEND = {
+    "configure.used": "correct the name in the recipe's build.cmake, or leave it out",
+    "configure.asked": "correct the value in the recipe's build.cmake; where it is right, the "
+    "project overrides it: the log of configure says why",
+    "configure.targets": "correct the name in the recipe's build.targets",
+}
+"""What to do about a check that a recipe can cause."""
+
+
 def all_passed(what: str, checks: tuple[Check, ...]) -> None:
     """Raise BuildFailed unless there are checks and every one passed."""
     missing = not_passed(checks)
@@ -77,7 +86,7 @@ def all_passed(what: str, checks: tuple[Check, ...]) -> None:
         raise BuildFailed(
             f"{what}: {says}",
             where=missing[0].where if missing else None,
-            hint=f"expected: {missing[0].expected}" if missing else None,
+            hint=_MEND.get(missing[0].id, f"expected: {missing[0].expected}") if missing else None,
             id="not-accepted",
             checks=checks,
         )

@@ -89,7 +89,7 @@ def test_every_class_of_error(
     said = capfd.readouterr()
     assert said.out == ""
     assert said.err.splitlines() == [
-        "failed   offload  33/33; observed: 0/33; at: server.log:7",
+        "failed   offload  expected: 33/33; observed: 0/33; at: server.log:7",
         "error: it broke",
         "  at:   file:3",
         "  hint: mend it",

@@ -34,8 +34,8 @@ class Terminal(io.StringIO):
 def test_what_passed_takes_one_line_and_what_did_not_is_told_whole() -> None:
     assert check_lines(CHECKS) == [
         "passed   alive             runs",
-        "failed   offloaded-layers  33/33; observed: 0/33; at: server.log:7",
-        "unknown  nonce             bk-1; observed: nothing; at: GET /v1/models",
+        "failed   offloaded-layers  expected: 33/33; observed: 0/33; at: server.log:7",
+        "unknown  nonce             expected: bk-1; observed: nothing; at: GET /v1/models",
     ]
 
 
@@ -49,7 +49,7 @@ def test_a_long_observation_that_passed_is_cut_to_the_width() -> None:
 def test_long_and_hostile_checks_stay_in_their_column() -> None:
     long = check("x", "word " * 40, "a\x1b[2J\nb", "w" * 300, ok=False)
     lines = check_lines([long], width=80)
-    assert lines[0].startswith("failed   x  word")
+    assert lines[0].startswith("failed   x  expected: word")
     assert all(line.startswith(" " * 12) for line in lines[1:])
     assert not any("\x1b" in line or "\n" in line for line in lines)
     assert "\\x1b[2J\\nb" in "".join(lines)
@@ -133,3 +133,9 @@ def test_amounts(value: float, unit: str, text: str) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_path_is_never_cut_so_that_it_can_be_copied() -> None:
+    path = "/" + "/".join(["folder"] * 30) + "/CMakeCache.txt"
+    bad = check("configure.used", "all of them", "one is not", path, ok=False)
+    assert any(line.endswith(f"at: {path}") or line.strip() == path for line in check_lines([bad]))
