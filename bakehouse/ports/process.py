@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import IO, Protocol, cast
 
 from bakehouse.logs import debug
-from bakehouse.ports.orphans import adopting, end_orphans, watched
 
 GUARD = str(Path(__file__).with_name("guard.py"))
 
@@ -131,6 +130,8 @@ class RealProcesses:
         keep_lines: int = 200,
     ) -> Finished:
         """See `Processes.run`."""
+        from bakehouse.ports.orphans import adopting  # ctypes, which `plan` can do without
+
         started = time.monotonic()
         tail: deque[str] = deque(maxlen=keep_lines)
         with adopting():
@@ -180,6 +181,8 @@ def _guarded(
     read: Callable[[subprocess.Popen[bytes]], None],
 ) -> int:
     """Run a command below a guard, let `read` have its output; give how the guard ended."""
+    from bakehouse.ports.orphans import end_orphans, watched
+
     lifeline_read, lifeline_write = os.pipe()
     try:
         guard = subprocess.Popen(
