@@ -10,9 +10,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,6 +23,7 @@ LONGEST_S = 5.0
 _lock = threading.Lock()
 _running: list[None] = []
 """One entry for each guard that runs or is about to."""
+_guards: set[int] = set()
 
 
 def _adopt(wanted: bool) -> None:
@@ -42,9 +44,17 @@ def adopting() -> Iterator[None]:
             _adopt(bool(_running))
 
 
+def start_guard(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    """Start a guard so that nobody takes it for an orphan; `watched` has to follow."""
+    with _lock:
+        guard = start()
+        _guards.add(guard.pid)
+    return guard
+
+
 @contextmanager
 def watched(guard: int) -> Iterator[None]:
-    """End what the guard leaves, as soon as it is killed; `guard` is a child's id, not yet reaped.
+    """End what the guard leaves, as soon as it is killed; it is to be reaped within the context.
 
     At once and not when it is reaped: what is left may hold the pipe from which its output is read.
     """
@@ -54,6 +64,8 @@ def watched(guard: int) -> Iterator[None]:
         yield
     finally:
         watch.join(2 * LONGEST_S)
+        with _lock:
+            _guards.discard(guard)
 
 
 def _wait(guard: int) -> None:
@@ -67,7 +79,10 @@ def _wait(guard: int) -> None:
 
 
 def end_orphans() -> None:
-    """Kill what a guard left to us, and all below it."""
+    """Kill what a guard left to us, and all below it, until a look finds nothing more.
+
+    Whoever dies here leaves its own children to us before it can be reaped, so none is missed.
+    """
     deadline = time.monotonic() + LONGEST_S
     while (found := _orphans()) and time.monotonic() < deadline:
         for pid in [*found, *(below for top in found for below in descendants(top))]:
@@ -80,17 +95,17 @@ def end_orphans() -> None:
 
 
 def _orphans() -> list[int]:
-    """Give our children that live in a session which is neither ours nor begun by themselves.
+    """Give our children that are in another session, and are no guards.
 
-    Commands that we start run in our session, guards lead their own, and what ran below a guard is
-    in the session of the guard's child.
+    What else we start ourselves runs in our session; what ran below a guard does not.
     """
     ours, session = os.getpid(), os.getsid(0)
     found = []
-    for name in os.listdir("/proc"):
-        with suppress(OSError, IndexError, ValueError):
-            fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
-            parent, of = int(fields[1]), int(fields[3])
-            if parent == ours and of not in (session, int(name)):
-                found.append(int(name))
+    with _lock:
+        for name in os.listdir("/proc"):
+            with suppress(OSError, IndexError, ValueError):
+                fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+                parent, of = int(fields[1]), int(fields[3])
+                if parent == ours and of != session and int(name) not in _guards:
+                    found.append(int(name))
     return found

@@ -181,11 +181,12 @@ def _guarded(
     read: Callable[[subprocess.Popen[bytes]], None],
 ) -> int:
     """Run a command below a guard, let `read` have its output; give how the guard ended."""
-    from bakehouse.ports.orphans import end_orphans, watched
+    from bakehouse.ports.orphans import end_orphans, start_guard, watched
 
     lifeline_read, lifeline_write = os.pipe()
-    try:
-        guard = subprocess.Popen(
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [sys.executable, "-I", "-S", GUARD, str(lifeline_read), "--", *argv],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -196,6 +197,9 @@ def _guarded(
             start_new_session=True,
             umask=0o022,
         )
+
+    try:
+        guard = start_guard(start)
     except BaseException:
         os.close(lifeline_write)
         raise

@@ -38,7 +38,7 @@ def guards() -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("output", ["quiet", "holds the pipe"])
+@pytest.mark.parametrize("output", ["quiet", "holds the pipe"] * 3)
 def test_what_a_killed_guard_leaves_is_ended(output: str) -> None:
     done: list[Finished] = []
     started = threading.Event()
@@ -52,8 +52,10 @@ def test_what_a_killed_guard_leaves_is_ended(output: str) -> None:
     thread.start()
     assert started.wait(20)
     (guard,) = guards()
-    below = descendants(guard)
-    assert len(below) >= 3  # the child, a shell, what the shell runs
+    deadline = time.monotonic() + 10
+    while len(below := descendants(guard)) < 3:  # the child, a shell, what the shell runs
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     os.kill(guard, signal.SIGKILL)
     began = time.monotonic()
     thread.join(20)
