@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from bakehouse.probe.types import GOOD, Endpoint, Given, Known
 from bakehouse.recipe.gate import SuiteName, default_suites
 from bakehouse.recipe.load import find, load
 from scripts.bench.gate_measure import NotServed, decoded, ruler, served
-from scripts.bench.gate_variants import Variant
+from scripts.bench.gate_variants import REFERENCE, Variant
 from scripts.bench.gate_weights import Weights, requantise, rewrite
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,7 +119,7 @@ class Row:
     @property
     def detected_alone(self) -> bool:
         """Whether it is refused where no golden value is known."""
-        return self.not_served is not None or any(s.alone not in GOOD for s in self.suites.values())
+        return self.not_served is not None or any(s.detected_alone for s in self.deciding())
 
     @property
     def detected_same(self) -> bool:
@@ -145,24 +145,20 @@ class Bench:
         kept = results and results.exists() and json.loads(results.read_text())
         self._kept: dict[str, Any] = kept or {}
 
-    def rows(self, variants: Sequence[Variant]) -> list[Row]:
-        """Give the rows that are measured, in the order of the variants."""
-        found = ((self._kept.get(v.name) or {}) for v in variants)
-        return [
-            read_row(kept["row"])
-            for variant, kept in zip(variants, found, strict=True)
-            if kept.get("digest") == self._digest_of(variant)
-        ]
+    def kept(self, variant: Variant) -> Row | None:
+        """Give what was measured of a variant; None where it was not, or is out of date."""
+        kept = self._kept.get(variant.name) or {}
+        return read_row(kept["row"]) if kept.get("digest") == self._digest_of(variant) else None
 
     def measure(self, variant: Variant) -> Row:
         """Give a variant's row, from the file of results or by serving it. Raises NoTool."""
-        digest = self._digest_of(variant)
-        kept = self._kept.get(variant.name) or {}
-        if kept.get("digest") == digest:
-            return read_row(kept["row"])
+        if row := self.kept(variant):
+            return row
+        if variant.same:
+            self._have_golden(variant.kv)
         with self._file(variant) as model:
             row = self._judge(variant, model)
-        self._kept[variant.name] = {"digest": digest, "row": asdict(row)}
+        self._kept[variant.name] = {"digest": self._digest_of(variant), "row": asdict(row)}
         self._keep()
         return row
 
@@ -207,11 +203,14 @@ class Bench:
             raise NoTool(f"there is no {program}")
         requantise(program, self._model, path, kind)
 
-    def take_golden(self, variant: Variant) -> None:
-        """Keep golden values of the unchanged model with a type of KV cache."""
-        known = self._known(variant)
-        with self._served(variant, self._model) as url:
-            write_golden(known, take_golden(self._context, _endpoint(url), known, patience=HASTE))
+    def _have_golden(self, kind: str) -> None:
+        """Have golden values of the unchanged model with a type of KV cache."""
+        reference = next(r for r in REFERENCE if r.kv == kind)
+        known = self._known(reference)
+        if read_golden(known) is None:
+            with self._served(reference, self._model) as url:
+                golden = take_golden(self._context, _endpoint(url), known, patience=HASTE)
+            write_golden(known, golden)
 
     def _served(self, variant: Variant, model: Path) -> AbstractContextManager[str]:
         log = self._work / "server.log"

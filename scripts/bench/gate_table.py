@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scripts.bench.gate_run import Row
+from scripts.bench.gate_run import DECIDING, Row
 
 COMMAND = "python scripts/bench/gate.py --server LLAMA_SERVER --model SMOLLM2.gguf"
 
@@ -72,8 +72,8 @@ absolute difference of single tokens. Golden values are kept for these weights a
 cache, taken with flash attention as the engine chooses it; another quantisation is another set of
 weights, of which only what needs no golden value is asked. The bounds are those for another build
 or other flags on the same backend; for golden values of the very same server (build, command and
-machine) they are tighter, which the last column tells where it matters. Seconds are those of a
-busy machine, with one thread."""
+machine) they are tighter, which the last column tells where it matters. Seconds are
+those of one thread on a machine that had other work to do."""
 
 
 def _summary(reference: Row, mutants: Sequence[Row], harmless: Sequence[Row]) -> str:
@@ -114,14 +114,15 @@ def _by_suite(mutants: Sequence[Row], harmless: Sequence[Row]) -> str:
     for name in _suites(mutants):
         asked = [r for r in mutants if name in r.suites]
         found = [r for r in asked if r.suites[name].detected]
-        alone = [r for r in found if sum(s.detected for s in r.deciding()) == 1]
-        bare = sum(r.suites[name].detected_alone for r in asked)
-        wrong = sum(r.suites[name].detected for r in harmless if name in r.suites)
         seconds = sorted(r.suites[name].seconds for r in asked)[len(asked) // 2]
-        lines.append(
-            f"| `{name}` | {len(found)} of {len(asked)} | {bare} | {len(alone)} | {wrong} | "
-            f"{seconds:.1f} |"
-        )
+        right = [r for r in harmless if name in r.suites and (r.golden or name in DECIDING)]
+        wrong = f"{sum(r.suites[name].detected for r in right)} of {len(right)}"
+        alone = bare = "-"
+        if name in DECIDING:
+            alone = str(sum(sum(s.detected for s in r.deciding()) == 1 for r in found))
+            bare = str(sum(r.suites[name].detected_alone for r in asked))
+        cells = (f"`{name}`", f"{len(found)} of {len(asked)}", bare, alone, wrong, f"{seconds:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -131,7 +132,7 @@ def _missed(reference: Row, mutants: Sequence[Row]) -> str:
         return "## Not detected\n\nNothing."
     return (
         "## Not detected\n\nThese are wrong, were served, and passed. What they do to the model is "
-        "no more than what rounding does, or does not touch what is asked.\n\n"
+        "no more than what another\nrounding does, or does not touch what is asked.\n\n"
         + _table(reference, missed)
     )
 

@@ -218,6 +218,6 @@ REFERENCE = tuple(
     )
     for kind in ("f16", "f32", "bf16", "q8_0", "q5_1", "q4_0")
 )  # fmt: skip
-"""Served first; they are not judged."""
+"""Served when golden values are needed; they are not judged."""
 
 ALL = (*HARMLESS, *MUTANTS)
