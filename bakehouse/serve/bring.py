@@ -21,6 +21,7 @@ from bakehouse.serve.launch import Link, Settings, kept_key, launch
 from bakehouse.serve.processes import Process
 from bakehouse.serve.proof import Evidence, Prove, Running, prove
 from bakehouse.serve.ready import Limits, Waiting
+from bakehouse.signatures.catalogue import catalogue
 
 
 class Notes(Protocol):
@@ -165,6 +166,7 @@ def _fresh(ctx: Context, order: Order, questions: Prove, notes: Notes) -> Ready:
     settings, plan = order.settings, order.plan
     began = ctx.clock.monotonic()
     link = launch(plan, settings, ctx.environment)
+    catalogue(settings.engine)  # read while the engine loads, not between its first 200 and READY
     evidence = Evidence()
     keep = False
     try:
