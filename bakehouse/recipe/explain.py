@@ -270,7 +270,7 @@ def _fault(error: Any, path: KeyPath, blame: KeyPath, places: Places, *, is_key:
         return places.of_key(blame).fault(f"unknown key {name}", hint)
     is_key = is_key or (bool(blame) and _is_rule(error) and blame == tuple(error["loc"]))
     place = places.of_key(blame) if is_key else places.of(blame)
-    message, hint = _words(error)
+    message, hint = words(error)
     return place.fault(f"{name}: {message}" if name else message, hint)
 
 
@@ -305,7 +305,7 @@ _BEYOND = {
 }
 
 
-def _words(error: Any) -> tuple[str, str | None]:
+def words(error: Any) -> tuple[str, str | None]:
     """Give the message and the hint for one error of pydantic."""
     found = kind(error["input"])
     type_, context = error["type"], error.get("ctx", {})

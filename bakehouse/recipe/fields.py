@@ -51,6 +51,7 @@ _SHA256 = "[0-9a-f]{64}"
 _NAME = "[a-z0-9][a-z0-9._-]{0,62}"
 _REQUIREMENT = "[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.!+_-]+"
 _VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
+_PATCH = "[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _HUB = "[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*"
 
 Sha256 = Annotated[
@@ -73,6 +74,12 @@ Requirement = Annotated[
     _schema(_REQUIREMENT),
 ]
 Hub = Annotated[Text, _matches(_HUB, "write owner/name"), _schema(_HUB)]
+PatchId = Annotated[
+    Text,
+    _matches(_PATCH, "an id has letters, digits, '.', '_' and '-' only, at most 100 of them"),
+    WithJsonSchema({"type": ["string", "number"], "pattern": f"^{_PATCH}$"}),
+]
+"""A patch's name among those of its repository: the number of a pull request, or a word."""
 Url = Annotated[Filled, AfterValidator(_no_password)]
 InnerPath = Annotated[Filled, AfterValidator(_inside)]
 """A path, or a glob, that stays inside what it belongs to."""

@@ -18,7 +18,10 @@ ROOMS = (
     "build", "probe", "serve", "patches", "nightly", "console", "commands", "cli",
 )  # fmt: skip
 """From the top of the house to the bottom."""
-TYPES_FOR_ALL = {"bakehouse.plan.types", "bakehouse.probe.types", "bakehouse.build.types"}
+TYPES_FOR_ALL = {
+    "bakehouse.plan.types", "bakehouse.probe.types", "bakehouse.build.types",
+    "bakehouse.patches.manifest",
+}  # fmt: skip
 """Types only: a room above may name what a room below will make."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))

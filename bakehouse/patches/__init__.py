@@ -1,0 +1,1 @@
+"""Patches: fetched and pinned, tried against sources, judged by what they do."""

@@ -1,0 +1,166 @@
+"""What is known of a patch: `patches/OWNER/NAME/ID.yaml`.
+
+Frozen types only; `sources/manifests.py` reads and writes the files.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from bakehouse.base import Frozen
+from bakehouse.recipe.fields import Hub, InnerPath, PatchId, Sha256
+from bakehouse.recipe.scalars import Anything, Filled, Flag, Misplaced, Number, Text, Whole
+
+Commit = Annotated[Text, Field(pattern=r"^[0-9a-f]{40}$")]
+Count = Annotated[Whole, Field(ge=0)]
+Fit = Literal["exact", "offset", "fuzz"]
+"""How loosely a patch may fit: hunks where they say, hunks elsewhere, hunks with less context."""
+Word = Literal["clean", "experimental", "harmful", "no effect"]
+PINNED: Final = "pinned"
+NOT_PINNED: Final = "not pinned yet"
+
+
+class TouchedFile(Frozen):
+    """One file that a diff touches, and how many lines it adds and removes there."""
+
+    path: InnerPath
+    added: Count = 0
+    removed: Count = 0
+
+
+class Shape(Frozen):
+    """What is known of a diff that nobody here has fetched yet: first fetch is held against it."""
+
+    files: Count
+    added: Count
+    removed: Count
+
+
+class LogPattern(Frozen):
+    """A regular expression over log lines, and how often it may or must match."""
+
+    pattern: Filled
+    least: Count | None = None
+    """Matches at least; without either bound, once where it must appear and never where not."""
+    most: Count | None = None
+    """Matches at most."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.least is not None and self.most is not None and self.least > self.most:
+            raise Misplaced(f"least {self.least} is above most {self.most}", "least",
+                            about=("least", "most"))  # fmt: skip
+        return self
+
+
+class Acceptance(Frozen):
+    """Bounds on the share of drafted tokens that the model accepts, from 0 to 1."""
+
+    least: Annotated[Number, Field(ge=0, le=1)] | None = None
+    most: Annotated[Number, Field(ge=0, le=1)] | None = None
+
+
+class Expect(Frozen):
+    """What a server with the patch has to show."""
+
+    must_appear: tuple[LogPattern, ...] = ()
+    must_not_appear: tuple[LogPattern, ...] = ()
+    acceptance: Acceptance | None = None
+    suites: tuple[Filled, ...] = ()
+    """Suites that have to pass, beside those of the recipe."""
+
+
+class PatchVerdict(Frozen):
+    """What was measured of a patch, with one recipe at one base."""
+
+    recipe: Filled
+    base: Filled
+    """The commit (or, of an archive, the tree) that it was applied to."""
+    sha256: Sha256
+    """Of the diff that was judged: a verdict says nothing of another one."""
+    word: Word
+    reasons: tuple[Text, ...] = ()
+    evidence: dict[str, Anything] = {}
+    date: Filled
+
+
+class Manifest(Frozen):
+    """A patch, pinned or known of. Whoever reads it as text finds the same keys in this order."""
+
+    schema_version: Annotated[Literal[1], Field(alias="schema")] = 1
+    id: PatchId
+    """The number of a pull request, or a name."""
+    pr: Annotated[Whole, Field(ge=1)] | None = None
+    repo: Hub
+    """`OWNER/NAME`: the upstream that it belongs to."""
+    title: Text = ""
+    source: Filled
+    """Where it comes from: the address of the pull request, of a commit or of a diff, or a path."""
+    status: Literal["pinned", "not pinned yet"] = NOT_PINNED
+    upstream: Text = ""
+    """How it stands with the project that it is for: open, held, merged."""
+    head: Commit | None = None
+    """The pull request's head commit when it was pinned."""
+    base: Commit | None = None
+    """The commit that the pull request starts from."""
+    sha256: Sha256 | None = None
+    """Of the diff."""
+    size: Count | None = None
+    """Bytes of the diff."""
+    files: tuple[TouchedFile, ...] = ()
+    known: Shape | None = None
+    date: Text | None = None
+    """When it was pinned, ISO 8601, UTC."""
+    vendored: InnerPath | None = None
+    """The diff, kept beside this file."""
+    lifts: tuple[Filled, ...] = ()
+    """Ids of rules that it makes obsolete."""
+    experimental: Flag = False
+    """Whether it is known to be unsound, verdict or none."""
+    notes: Text = ""
+    expect: Expect = Expect()
+    verdicts: tuple[PatchVerdict, ...] = ()
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        needed = {"sha256": self.sha256, "size": self.size, "date": self.date}
+        if self.status == PINNED and (missing := [k for k, v in needed.items() if v is None]):
+            raise Misplaced(f"a pinned patch needs {', '.join(missing)}", "status",
+                            about=("status", *needed))  # fmt: skip
+        if self.status != PINNED and (given := [k for k, v in needed.items() if v is not None]):
+            raise Misplaced(f"{', '.join(given)} belong to a pinned patch", "status",
+                            about=("status", *needed))  # fmt: skip
+        if self.pr is not None and self.id != str(self.pr):
+            raise Misplaced("the id of a pull request is its number", "id", about=("id", "pr"))
+        return self
+
+    @property
+    def pinned(self) -> bool:
+        """Whether its content is fixed by a hash."""
+        return self.status == PINNED
+
+    @property
+    def name(self) -> str:
+        """How people name it: `ggml-org/llama.cpp#25144`."""
+        return f"{self.repo}#{self.id}"
+
+    def verdict(self, recipe: str, base: str) -> PatchVerdict | None:
+        """The latest verdict on this very diff, with a recipe, at a base; None without one."""
+        fitting = [
+            v for v in self.verdicts
+            if (v.recipe, v.base, v.sha256) == (recipe, base, self.sha256)
+        ]  # fmt: skip
+        return fitting[-1] if fitting else None
+
+    def with_verdict(self, verdict: PatchVerdict) -> Manifest:
+        """Give the manifest with a verdict in place of an older one of the same recipe and base."""
+        same = (verdict.recipe, verdict.base)
+        others = tuple(v for v in self.verdicts if (v.recipe, v.base) != same)
+        return self.changed(verdicts=(*others, verdict))
+
+    def changed(self, **values: Any) -> Manifest:
+        """Give a copy with other values, validated."""
+        data = {name: getattr(self, name) for name in type(self).model_fields}
+        return Manifest.model_validate({**data, **values})
