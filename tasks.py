@@ -34,13 +34,12 @@ def _task(**flags: str) -> Callable[[Callable[..., None]], Any]:
 
 def _main(name: str, json: bool, debug: bool, **flags: str | bool | Flags) -> None:
     try:
-        from bakehouse.cli import main
+        from bakehouse.cli import leave, main
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
     recipes = Path(__file__).resolve().with_name("recipes")
-    if code := main(name, flags, json=json, debug=debug, recipes=recipes):
-        raise SystemExit(code)
+    leave(main(name, flags, json=json, debug=debug, recipes=recipes))
 
 
 @_task()

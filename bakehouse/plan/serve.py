@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 
 from bakehouse.engines.llamacpp import server
-from bakehouse.errors import UsageError
 from bakehouse.lock import Lock
 from bakehouse.places import Places
 from bakehouse.plan.types import ServePlan
+from bakehouse.preflight.address import bind_address
 from bakehouse.recipe.argv import Origin, render
 from bakehouse.recipe.model import Recipe
 from bakehouse.recipe.variables import Paths, template_variables
-
-
-def bind_address(host: str, *, has_key: bool) -> str:
-    """Give the one IP address to listen at; UsageError for anything else, or if it lacks a key."""
-    literal = "127.0.0.1" if host == "localhost" else host.strip("[]")
-    try:
-        address = ipaddress.ip_address(literal)
-    except ValueError:
-        raise UsageError(
-            f"'{host}' is no IP address", where="serve.host",
-            hint="write one address, such as 127.0.0.1, ::1 or 0.0.0.0", id="bad-host",
-        ) from None  # fmt: skip
-    if not address.is_loopback and not has_key:
-        raise UsageError(
-            f"{address} can be reached from other machines, and the recipe sets no API key",
-            where="serve.host", id="key-needed",
-            hint="set serve.api_key.env (or .file), or serve at 127.0.0.1",
-        )  # fmt: skip
-    return str(address)
 
 
 def plan_serve(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from bakehouse.engines.llamacpp import server
 from bakehouse.engines.llamacpp.cmake import NOTHING, refusals
-from bakehouse.errors import Fault, RecipeError
+from bakehouse.errors import Fault, RecipeError, UsageError
+from bakehouse.preflight.address import bind_address
 from bakehouse.recipe.load import Loaded, load
 from bakehouse.recipe.model import Recipe
 from bakehouse.recipe.variables import trial_variables
@@ -27,6 +28,7 @@ def rule_conflicts(recipe: Recipe) -> tuple[Conflict, ...]:
         *conflicts(recipe.build),
         *_definitions(recipe),
         *_projector(recipe),
+        *_address(recipe),
         *_acknowledged(recipe),
     )
 
@@ -82,6 +84,14 @@ def _command(loaded: Loaded) -> tuple[Fault, ...]:
         server.refuse(command, loaded.recipe, origin)
     except RecipeError as error:
         return error.faults
+    return ()
+
+
+def _address(recipe: Recipe) -> tuple[Conflict, ...]:
+    try:
+        bind_address(recipe.serve.host, has_key=recipe.serve.api_key is not None)
+    except UsageError as error:
+        return (Conflict(("serve", "host"), error.what, error.hint or ""),)
     return ()
 
 

@@ -93,6 +93,7 @@ class Index:
         """Runs that match, newest first."""
 
         def query(db: sqlite3.Connection) -> tuple[Entry, ...]:
+            _sound(db)
             self._level(db)
             return _select(db, task, recipe, ok, limit)
 
@@ -169,6 +170,15 @@ def _select(
     return tuple(
         Entry(**{**dict(zip(_NAMES, row, strict=True)), "ok": bool(row[6])}) for row in rows
     )
+
+
+def _sound(db: sqlite3.Connection) -> None:
+    """Raise sqlite3.DatabaseError where a page that no query may touch is damaged."""
+    found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if found != "ok":
+        error = sqlite3.DatabaseError(f"the index is damaged: {found}")
+        error.sqlite_errorname = "SQLITE_CORRUPT"
+        raise error
 
 
 def _damaged(error: sqlite3.DatabaseError) -> bool:

@@ -164,9 +164,9 @@ def watched(folder: Path, findings: tuple[dict[str, Any], ...]) -> Check:
 
 def _fresh(ctx: Context, order: Order, questions: Prove, notes: Notes) -> Ready:
     settings, plan = order.settings, order.plan
+    catalogue(settings.engine)  # read now, not between the engine's first 200 and READY
     began = ctx.clock.monotonic()
     link = launch(plan, settings, ctx.environment)
-    catalogue(settings.engine)  # read while the engine loads, not between its first 200 and READY
     evidence = Evidence()
     keep = False
     try:

@@ -20,7 +20,7 @@ from bakehouse.preflight.known_bad import (
     rows,
     situation_of,
 )
-from bakehouse.preflight.rules import PROJECTOR_RULE, require, rule_conflicts
+from bakehouse.preflight.rules import PROJECTOR_RULE, faults, require, rule_conflicts
 from bakehouse.recipe.load import load
 from bakehouse.recipe.model import Recipe
 
@@ -129,6 +129,26 @@ def test_the_place_of_a_contradiction_is_named(tmp_path: Path) -> None:
         require(load(path))
     assert str(error.value.faults[0]).startswith(f"{path}:3:")
     assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("serve", "said"),
+    [
+        ("host: 0.0.0.0", "serve.host: 0.0.0.0 can be reached from other machines"),
+        ("host: '::'", "serve.host: :: can be reached from other machines"),
+        ("host: example.org", "serve.host: 'example.org' is no IP address"),
+        ("host: 0.0.0.0, api_key: {env: KEY}", None),
+        ("host: '::1'", None),
+    ],
+)
+def test_an_address_that_serve_would_refuse_is_named_by_check(
+    tmp_path: Path, serve: str, said: str | None
+) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(f"include: {RECIPES / 'smollm2-cpu.yaml'}\nname: r\nserve: {{{serve}}}\n")
+    found = [str(fault).removeprefix(f"{path}:3:") for fault in faults(load(path))]
+    assert len(found) == (said is not None)
+    assert all(said and said in line and line[0].isdigit() for line in found)
 
 
 def test_what_plan_and_build_would_refuse_is_named_by_check_at_its_place(tmp_path: Path) -> None:

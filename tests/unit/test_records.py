@@ -170,7 +170,19 @@ def stripped(path: Path) -> None:
     db.close()
 
 
-@pytest.mark.parametrize("harm", [remove, damage, cut, older, stripped])
+def swapped(path: Path) -> None:
+    """A page that opens well and lies: the automatic index names rows that the table lacks."""
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA writable_schema = ON")
+        pages = dict(db.execute("SELECT name, rootpage FROM sqlite_master").fetchall())
+    db.close()
+    data, size = bytearray(path.read_bytes()), 4096
+    begin = (pages["sqlite_autoindex_runs_1"] - 1) * size
+    data[begin + 100 : begin + size] = bytes(size - 100)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", [remove, damage, cut, older, stripped, swapped])
 def test_the_index_is_made_again_from_the_folders(
     context: Context, harm: Callable[[Path], None]
 ) -> None:

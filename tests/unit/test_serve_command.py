@@ -11,8 +11,8 @@ from bakehouse.context import Context
 from bakehouse.engines.llamacpp import server
 from bakehouse.errors import RecipeError, UsageError
 from bakehouse.lock import Lock
-from bakehouse.plan.serve import bind_address
 from bakehouse.ports.process import environment
+from bakehouse.preflight.address import bind_address
 from bakehouse.recipe.faults import Origin
 from bakehouse.serve.causes import signature_check
 from bakehouse.serve.proof import ON_THE_CPU
