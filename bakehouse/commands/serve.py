@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from bakehouse.preflight import combinations
 from bakehouse.preflight.admit import admit, refuse_by_size
 from bakehouse.probe.golden import known_of
 from bakehouse.probe.prove import answer_lines, prove
+from bakehouse.probe.types import Endpoint, Known, Proof
 from bakehouse.recipe.guard import MemoryGuard
 from bakehouse.recipe.load import Loaded, find
 from bakehouse.recipe.model import Recipe
@@ -41,6 +42,9 @@ from bakehouse.serve.watch import Tail
 from bakehouse.sources.weights import ensure as ensure_weights
 
 TICK_S = 0.2
+
+Asking = Callable[[Endpoint, Known], Proof]
+"""Asks a server what it has to prove."""
 
 
 @dataclass(frozen=True)
@@ -105,29 +109,18 @@ def run(ctx: Context, options: Options) -> Outcome:
         _read_watch(options)
     if options.dry_run:
         lock = ensure_lock(ctx, loaded, locked=True)
-        return _dry(_wanted(ctx, loaded, lock, options, key))
+        return _dry(wanted_server(ctx, loaded, lock, options, key))
     hidden = [recipe.serve.api_key.env] if recipe.serve.api_key and recipe.serve.api_key.env else []
     with Run.start(ctx, "serve", recipe.name, secrets=[*recipe.secrets, *hidden]) as record:
         if key:
             record.hide(key)
         lock = ensure_lock(ctx, loaded, locked=options.locked)
         record.pin(lock=digest(lock))
-        wanted = _wanted(ctx, loaded, lock, options, key)
-        _early(ctx, wanted, record, options.accept_memory_risk)
-        weights = ensure_weights(ctx, loaded, lock)
-        files = {role: paths.files for role, paths in weights.items()}
-        _admit(ctx, wanted, files, record, options.accept_memory_risk)
-        survey(ctx, recipe, lock, make=True)
-        ensure_build(ctx, lock, wanted.build, record)
-        _able(ctx, wanted, record)
-        order = _order(ctx, wanted, options.foreground)
-        known = known_of(recipe, lock, loaded.folder, order.settings.plan)
-        ready = bring_up(
-            ctx,
-            order,
-            lambda endpoint: prove(ctx, endpoint, recipe.asked, known=known),
-            record,
-        )
+        wanted = wanted_server(ctx, loaded, lock, options, key)
+        ready = bring(
+            ctx, wanted, options, record,
+            lambda endpoint, known: prove(ctx, endpoint, recipe.asked, known=known),
+        )  # fmt: skip
         record.fact("loading_seconds", round(ready.loading, 3))
         record.fact("proving_seconds", round(ready.proving, 3))
         record.finish(f"READY at {ready.server.url}: {ready.evidence.summary}")
@@ -159,13 +152,30 @@ def _watch(ctx: Context, options: Options, ready: Outcome) -> Outcome:
     )  # fmt: skip
 
 
-def _wanted(ctx: Context, loaded: Loaded, lock: Lock, options: Options, key: str | None) -> Wanted:
+def wanted_server(
+    ctx: Context, loaded: Loaded, lock: Lock, options: Options, key: str | None
+) -> Wanted:
     """Plan build and server: what is wrong with either is said before anything is fetched."""
     here = survey(ctx, loaded.recipe, lock)
     port = parse_port(options.port)
     plan, asked = make_plan(loaded, lock, here, ctx.places, host=options.host or None, port=port)
     folder = ctx.places.servers / options.server_name(loaded.recipe.name)
     return Wanted(loaded, lock, plan.build, plan.serve, asked, key, folder)
+
+
+def bring(ctx: Context, wanted: Wanted, options: Options, record: Run, questions: Asking) -> Ready:
+    """Fetch, build, launch and prove what is wanted. Raises as `run` does."""
+    risk = options.accept_memory_risk
+    _early(ctx, wanted, record, risk)
+    weights = ensure_weights(ctx, wanted.loaded, wanted.lock)
+    files = {role: paths.files for role, paths in weights.items()}
+    _admit(ctx, wanted, files, record, risk)
+    survey(ctx, wanted.recipe, wanted.lock, make=True)
+    ensure_build(ctx, wanted.lock, wanted.build, record)
+    _able(ctx, wanted, record)
+    order = _order(ctx, wanted, options.foreground)
+    known = known_of(wanted.recipe, wanted.lock, wanted.loaded.folder, order.settings.plan)
+    return bring_up(ctx, order, lambda endpoint: questions(endpoint, known), record)
 
 
 def _early(ctx: Context, wanted: Wanted, record: Run, risk: str) -> None:
