@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from bakehouse.base import Frozen
+from bakehouse.errors import HostError
 
 
 class FilePin(Frozen):
@@ -100,6 +101,38 @@ class ToolkitPin(Frozen):
     wheels: tuple[WheelPin, ...]
 
 
+class ImagePin(Frozen):
+    """A container image for one architecture, by content; a tag is resolved once, here."""
+
+    reference: str
+    """As the recipe writes it."""
+    name: str
+    """The whole repository, registry included, as in docker.io/vllm/vllm-openai."""
+    local: bool = False
+    """Whether only this machine has it, and no registry."""
+    index: str | None = None
+    """Digest of the list of platforms, where the reference names one."""
+    digest: str | None = None
+    """Digest of the manifest for this architecture; None for a local image."""
+    id: str
+    """Digest of the configuration, by which most engines know an image."""
+    size: int
+    """Bytes to pull, packed; of a local image unpacked."""
+    layers: int = 0
+    created: str = ""
+    entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
+    user: str = ""
+    """Empty or 0 is root."""
+    workdir: str = ""
+    labels: dict[str, str] = {}
+
+    @property
+    def ref(self) -> str:
+        """What the image is called from now on: never by a tag."""
+        return f"{self.name}@{self.digest}" if self.digest else self.id
+
+
 SourcePin = Annotated[GitPin | ArchivePin, Field(discriminator="kind")]
 
 
@@ -117,6 +150,22 @@ class Lock(Frozen):
     """Git tree id of the source after all patches."""
     toolkit: ToolkitPin | None = None
     weights: dict[str, WeightPin]
+    images: dict[str, dict[str, ImagePin]] = {}
+    """By role (`image`; `builder` and `runtime` of a build), then by architecture."""
+
+    def image(self, arch: str, role: str = "image") -> ImagePin:
+        """Give the image for an architecture. Raises HostError where the recipe names none."""
+        pins = self.images.get(role, {})
+        if arch not in pins:
+            named = " and ".join(sorted(pins)) or "no architecture"
+            raise HostError(
+                f"this machine is {arch}, and the recipe names an image for {named}",
+                where=f"recipe {self.recipe}, {role}",
+                hint=f"add one for {arch}, then 'invoke lock --update'; an image for another "
+                "architecture would not start",
+                id="image-platform",
+            )
+        return pins[arch]
 
     @property
     def stamp(self) -> str:
@@ -169,6 +218,9 @@ def _pins(lock: Lock) -> dict[str, str]:
         pins["toolkit"] = f"CUDA {lock.toolkit.version}, {len(lock.toolkit.wheels)} wheels"
         for wheel in lock.toolkit.wheels:
             pins[f"toolkit {wheel.path}"] = f"{wheel.size:,} bytes, sha256 {wheel.sha256}"
+    for role, by_arch in lock.images.items():
+        for arch, image in by_arch.items():
+            pins[f"{role} {arch}"] = f"{image.reference} is {image.ref}"
     for role, pin in lock.weights.items():
         at = f" revision {pin.revision}" if pin.revision else ""
         pins[f"{role}"] = f"{pin.origin}{at}"

@@ -20,7 +20,8 @@ from bakehouse.lock import (
     describe,
     moved_line,
 )
-from bakehouse.recipe.model import Recipe, Source, Weights
+from bakehouse.recipe.model import Recipe, Source
+from bakehouse.recipe.weights import Weights
 from bakehouse.sources.choice import fitting
 
 if TYPE_CHECKING:

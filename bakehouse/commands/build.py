@@ -14,7 +14,7 @@ from bakehouse.context import Context
 from bakehouse.lock import Lock
 from bakehouse.outcome import Outcome
 from bakehouse.plan.types import BuildPlan
-from bakehouse.plan.whole import plan_engine, survey
+from bakehouse.plan.whole import compiled, plan_engine, survey
 from bakehouse.preflight import combinations
 from bakehouse.recipe.load import Loaded, find
 from bakehouse.records.store import Run
@@ -46,7 +46,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         record.pin(lock=digest(lock))
         here = survey(ctx, loaded.recipe, lock, make=True)
         record.host(here.host.to_data())
-        plan = plan_engine(loaded, lock, here, ctx.places, jobs=jobs)
+        plan = compiled(plan_engine(loaded, lock, here, ctx.places, jobs=jobs))
         _judge(ctx, loaded, lock, plan, record)
         artifact = ensure(ctx, lock, plan, record)
         record.finish("reused" if artifact.reused else f"built in {artifact.seconds:.0f} s")

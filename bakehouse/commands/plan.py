@@ -15,7 +15,7 @@ from bakehouse.memory.recipe import find_machine, locked_weights, recipe_budget
 from bakehouse.memory.types import Budget
 from bakehouse.memory.weight import Weight
 from bakehouse.outcome import Outcome
-from bakehouse.plan.types import Plan
+from bakehouse.plan.types import ImagePlan, Plan
 from bakehouse.plan.whole import make_plan, survey
 from bakehouse.preflight import combinations
 from bakehouse.recipe.load import Loaded, find
@@ -41,7 +41,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     lines += ["", *build_lines(plan.build)]
     lines += ["", *serve_lines(plan.serve)]
     weights, checks = _weights(ctx, loaded, lock)
-    toolkit = plan.build.expected.cuda
+    toolkit = None if isinstance(plan.build, ImagePlan) else plan.build.expected.cuda
     bad = combinations.known_bad(
         loaded,
         lock=lock,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bakehouse.errors import UsageError
-from bakehouse.plan.types import ARTIFACT_RECORD, BuildPlan, ServePlan, Step
+from bakehouse.plan.types import ARTIFACT_RECORD, BuildPlan, ImagePlan, ServePlan, Step
 from bakehouse.redact import clean
 
 
@@ -35,8 +35,10 @@ def _command(argv: tuple[str, ...]) -> list[str]:
     return [f"    $ {quoted[0]}", *(f"        {argument}" for argument in quoted[1:])]
 
 
-def build_lines(plan: BuildPlan) -> list[str]:
+def build_lines(plan: BuildPlan | ImagePlan) -> list[str]:
     """The build: whether it is there already, and its steps."""
+    if isinstance(plan, ImagePlan):
+        return [f"image {plan.image} (linux on {plan.arch})", *step_lines(plan.steps)]
     there = "is there already" if is_built(plan) else "not built yet"
     return [f"build {plan.digest} ({there})", f"    {plan.artifact}", *step_lines(plan.steps)]
 
@@ -53,8 +55,13 @@ def serve_lines(plan: ServePlan) -> list[str]:
     return [clean(line, one_line=True) for line in lines]
 
 
-def is_built(plan: BuildPlan) -> bool:
-    """Whether an artifact lies in the plan's place; whether it verifies is for `build` to say."""
+def is_built(plan: BuildPlan | ImagePlan) -> bool | None:
+    """Whether an artifact lies in the plan's place; whether it verifies is for `build` to say.
+
+    None for an image: that is the Docker Engine's to know, and a plan asks nobody.
+    """
+    if isinstance(plan, ImagePlan):
+        return None
     return (Path(plan.artifact) / ARTIFACT_RECORD).is_file()
 
 

@@ -20,7 +20,7 @@ from bakehouse.memory.machine import Machine
 from bakehouse.memory.recipe import find_machine
 from bakehouse.outcome import Outcome
 from bakehouse.plan.types import BuildPlan, ServePlan
-from bakehouse.plan.whole import make_plan, survey
+from bakehouse.plan.whole import compiled, make_plan, survey
 from bakehouse.preflight import combinations
 from bakehouse.preflight.admit import admit, refuse_by_size
 from bakehouse.probe.golden import known_of
@@ -160,7 +160,7 @@ def wanted_server(
     port = parse_port(options.port)
     plan, asked = make_plan(loaded, lock, here, ctx.places, host=options.host or None, port=port)
     folder = ctx.places.servers / options.server_name(loaded.recipe.name)
-    return Wanted(loaded, lock, plan.build, plan.serve, asked, key, folder)
+    return Wanted(loaded, lock, compiled(plan.build), plan.serve, asked, key, folder)
 
 
 def bring(ctx: Context, wanted: Wanted, options: Options, record: Run, questions: Asking) -> Ready:

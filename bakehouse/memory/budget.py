@@ -11,7 +11,7 @@ from bakehouse.memory.demand import Demand
 from bakehouse.memory.machine import Machine
 from bakehouse.memory.types import GIB, Basis, Budget, Line, Phase, Pool, Purse, gib
 from bakehouse.memory.weight import Weight
-from bakehouse.recipe.model import Measured
+from bakehouse.recipe.memory import Measured
 
 CUDA_CONTEXT = GIB // 2
 PROCESS = GIB // 8

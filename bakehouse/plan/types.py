@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bakehouse.base import Frozen, digest
 from bakehouse.engines.configured import Expected
+from bakehouse.lock import ImagePin
 
 ARTIFACT_RECORD = "build.json"
 """In the artifact's folder, written last: its name tells that an artifact is there."""
@@ -86,6 +87,47 @@ class BuildPlan(Frozen):
         return {step.id: step for step in self.steps}[id]
 
 
+class Asks(Frozen):
+    """What a vLLM image has to be able of; the architectures stand in the weights' config.json."""
+
+    roles: tuple[str, ...] = ("model",)
+    """Weights whose architectures the image has to know."""
+    reasoning_parser: str | None = None
+    tool_parser: str | None = None
+    speculation: str | None = None
+    """The speculative method."""
+
+
+class ImagePlan(Frozen):
+    """How an image comes to be here, and what it is asked before it counts as able."""
+
+    digest: str
+    """Covers everything that can change the image's content."""
+    image: str
+    """What it is run by: NAME@sha256:…, an id, or the tag of the one that is built."""
+    arch: str
+    pins: dict[str, ImagePin]
+    """By role: what is pulled."""
+    server: str
+    """The engine's command inside the image."""
+    dockerfile: str | None = None
+    """Text of the Dockerfile, where an image is built."""
+    args: dict[str, str] = {}
+    labels: dict[str, str] = {}
+    asks: Asks | None = None
+    steps: tuple[Step, ...]
+    not_reproducible: str = ""
+
+    @property
+    def pin(self) -> ImagePin:
+        """The image that is run, or the one that the built image starts from."""
+        return self.pins["image"] if "image" in self.pins else self.pins["runtime"]
+
+    def step(self, id: str) -> Step:  # noqa: A002
+        """Give a step by its id; KeyError where there is none."""
+        return {step.id: step for step in self.steps}[id]
+
+
 class ServePlan(Frozen):
     """How a server is launched and what it has to prove."""
 
@@ -120,5 +162,5 @@ class Plan(Frozen):
     lock: str
     """Digest of the lock."""
     fetch: tuple[Step, ...]
-    build: BuildPlan
+    build: BuildPlan | ImagePlan
     serve: ServePlan

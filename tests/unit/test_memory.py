@@ -30,7 +30,8 @@ from bakehouse.memory.machine import (
 )
 from bakehouse.memory.types import GIB, Basis, Budget, Pool
 from bakehouse.memory.weight import Weight
-from bakehouse.recipe.model import Measured, Recipe
+from bakehouse.recipe.memory import Measured
+from bakehouse.recipe.model import Recipe
 from tests.support.checkpoints import f32, gguf_bytes, llama_metadata, write
 
 GB10 = PROFILES["gb10"]

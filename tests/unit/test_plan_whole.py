@@ -12,7 +12,7 @@ from bakehouse.base import to_json
 from bakehouse.commands.planned import build_lines, serve_lines, step_lines
 from bakehouse.context import Context
 from bakehouse.engines.llamacpp.cmake import NOTHING
-from bakehouse.errors import RecipeError, UsageError
+from bakehouse.errors import RecipeError
 from bakehouse.lock import FilePin, Lock, PatchPin, WeightPin
 from bakehouse.plan.types import Plan, Step
 from bakehouse.plan.whole import Here, make_plan, survey
@@ -93,8 +93,9 @@ def test_the_place_of_a_forced_definition_is_named() -> None:
     assert (caught.value.where or "").startswith(f"{FILE}:8:14: build.cmake.GIT_EXE: ")
 
 
-def test_an_engine_that_is_not_built(context: Context) -> None:
-    data = small_recipe().to_data()
-    recipe = Recipe.model_construct(**{**data, "engine": "vllm"})
-    with pytest.raises(UsageError):
-        survey(context, recipe, lock())
+def test_an_image_needs_no_tools(context: Context) -> None:
+    data = {
+        **small_recipe().to_data(), "engine": "vllm", "source": None, "build": None,
+        "image": {"ref": {"x86_64": "vllm/vllm-openai:v1", "aarch64": "vllm/vllm-openai:v1"}},
+    }  # fmt: skip
+    assert survey(context, Recipe.model_validate(data), lock()).tools is None

@@ -1,0 +1,71 @@
+"""How an image comes to be on this machine: pulled by digest, or built; and what it is asked. Pure.
+
+Which architecture is meant is the engine's, which on a plain machine is the host's.
+"""
+
+from __future__ import annotations
+
+from bakehouse.base import digest
+from bakehouse.engines.vllm.asks import asks_of
+from bakehouse.lock import ImagePin, Lock
+from bakehouse.plan.types import Asks, ImagePlan, Step
+from bakehouse.recipe.argv import Origin, render
+from bakehouse.recipe.model import Recipe
+from bakehouse.recipe.variables import trial_variables
+
+RULES = 1
+"""Raised when the same inputs would give another image."""
+
+
+def uses_image(recipe: Recipe) -> bool:
+    """Whether a recipe is served from a container image."""
+    return recipe.image is not None or bool(recipe.build and recipe.build.where == "docker")
+
+
+def plan_image(recipe: Recipe, lock: Lock, arch: str, *, origin: Origin) -> ImagePlan:
+    """Plan the image of a vLLM recipe for `arch`; `origin` is where its command stands.
+
+    Raises HostError where the lock has no image for that architecture, RecipeError for a command
+    that is not one.
+    """
+    pin = lock.image(arch)
+    command = render(recipe.serve.command, trial_variables(recipe), origin=origin)
+    asks = asks_of(recipe, command)
+    return ImagePlan(
+        digest=digest({"rules": RULES, "image": pin.ref, "arch": arch}),
+        image=pin.ref,
+        arch=arch,
+        pins={"image": pin},
+        server="vllm",
+        asks=asks,
+        steps=(pull_step("image", pin, arch), ask_step(pin.ref, asks)),
+    )
+
+
+def pull_step(role: str, pin: ImagePin, arch: str) -> Step:
+    """Have the pinned image here."""
+    if pin.local:
+        title = f"see that the engine holds the local image {pin.reference}"
+    else:
+        title = f"pull {pin.reference} by digest, unless it is here: {pin.size:,} bytes packed"
+    return Step(
+        id="pull" if role == "image" else f"pull-{role}",
+        title=title,
+        expects=(pin.ref, f"linux on {arch}"),
+    )
+
+
+def ask_step(image: str, asks: Asks) -> Step:
+    """Ask the image itself what it supports."""
+    expects = [f"the architectures of the {role}, by its config.json" for role in asks.roles]
+    named = {
+        "reasoning parser": asks.reasoning_parser,
+        "tool parser": asks.tool_parser,
+        "speculative method": asks.speculation,
+    }
+    expects += [f"{what} {name}" for what, name in named.items() if name]
+    return Step(
+        id="able",
+        title=f"ask the Python of {image} what it supports; no GPU, no network",
+        expects=tuple(expects),
+    )

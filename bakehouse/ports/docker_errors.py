@@ -1,0 +1,183 @@
+"""What an engine or a registry says when it refuses, told apart by what has to be done about it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bakehouse.errors import BakehouseError, HostError, LockError, NotFound
+from bakehouse.redact import without_credentials
+
+_DIGEST_LOGIN = "log in with 'docker login', as an account that may read it"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of refusal."""
+
+    id: str
+    error: type[BakehouseError]
+    pattern: re.Pattern[str]
+    what: str
+    hint: str
+
+
+def _kind(id: str, error: type[BakehouseError], pattern: str, what: str, hint: str) -> Kind:  # noqa: A002
+    return Kind(id, error, re.compile(pattern, re.IGNORECASE), what, hint)
+
+
+KINDS: tuple[Kind, ...] = (
+    _kind(
+        "disk-full", HostError, r"no space left on device|disk quota exceeded",
+        "the engine's disk is full",
+        "see 'docker system df'; remove images that nobody needs, or move the engine's data root",
+    ),
+    _kind(
+        "image-platform", HostError,
+        r"no matching manifest for|does not match the specified platform|exec format error|"
+        r"image operating system .* cannot be used",
+        "the image is not made for this machine's architecture",
+        "name an image for it under image.ref in the recipe",
+    ),
+    _kind(
+        "registry-limit", HostError, r"toomanyrequests|too many requests|rate limit|\b429\b",
+        "the registry has had too many requests from here",
+        "wait, or log in with 'docker login': accounts have higher limits",
+    ),
+    _kind(
+        "registry-unauthorised", HostError,
+        r"unauthorized|authentication required|denied: |access denied|no basic auth credentials|"
+        r"may require 'docker login'|insufficient_scope|\b403 forbidden",
+        "the registry does not let this account read the image, or does not have it",
+        _DIGEST_LOGIN,
+    ),
+    _kind(
+        "manifest-unknown", LockError, r"manifest unknown|manifest for .* not found|"
+        r"not found: manifest|failed to resolve reference .* not found",
+        "the registry no longer has what is pinned",
+        "tags and digests vanish when registries are cleaned up: pin another with "
+        "'invoke lock --update', or push the image to a registry of your own",
+    ),
+    _kind(
+        "registry-tls", HostError, r"x509:|tls: |server gave http response to https",
+        "the registry's certificate is not trusted, or it does not speak TLS",
+        "mend the certificate, or list the registry in the engine's insecure-registries",
+    ),
+    _kind(
+        "name-in-use", HostError, r"container name .* is already in use",
+        "another container has this name",
+        "see whose it is with 'docker ps --all', and remove it if nobody needs it",
+    ),
+    _kind(
+        "port-in-use", HostError, r"port is already allocated|address already in use",
+        "the port is taken on the engine's machine",
+        "stop what holds it, or serve on another port: --port 0 takes a free one",
+    ),
+    _kind(
+        "no-nvidia-runtime", HostError,
+        r"could not select device driver|unknown or invalid runtime name: nvidia|"
+        r"nvidia-container-cli|unresolvable cdi devices|cdi device injection failed",
+        "the engine cannot give a container any GPU: it has no NVIDIA runtime",
+        "install the NVIDIA Container Toolkit, then: nvidia-ctk runtime configure "
+        "--runtime=docker, and restart the engine",
+    ),
+    _kind(
+        "image-command", HostError,
+        r"executable file not found|exec: .*: no such file or directory|"
+        r"exec: .*: permission denied",
+        "the image has no such command",
+        "see what its entrypoint is with 'docker image inspect'",
+    ),
+    _kind(
+        "mount-missing", HostError, r"bind source path does not exist|mount source path",
+        "a folder that the container needs is not there",
+        "see container.volumes in the recipe; the path is the one on the engine's machine",
+    ),
+    _kind(
+        "image-missing", NotFound, r"no such image|no such container",
+        "the engine does not hold it",
+        "fetch it with 'invoke fetch', or build it with 'invoke build'",
+    ),
+    _kind(
+        "network", HostError,
+        r"no such host|connection refused|i/o timeout|network is unreachable|timeout exceeded|"
+        r"connection reset|eof$|temporary failure in name resolution|tls handshake timeout|"
+        r"request canceled|proxyconnect|server misbehaving",
+        "the registry cannot be reached from the engine's machine",
+        "see network and proxy of the engine (not of this shell), then try again",
+    ),
+)  # fmt: skip
+"""In the order in which they are tried: what is specific stands before what is general."""
+
+
+def explain(message: str, where: str) -> BakehouseError:
+    """Make the error for what an engine said."""
+    said = without_credentials(message.strip())
+    for kind in KINDS:
+        if kind.pattern.search(message):
+            return kind.error(
+                f"{kind.what}: {said}" if said else kind.what,
+                where=where, hint=kind.hint, id=kind.id,
+            )  # fmt: skip
+    return HostError(
+        f"the Docker Engine refused: {said or 'it did not say why'}",
+        where=where,
+        hint="see the engine's own log: journalctl -u docker",
+        id="docker",
+    )
+
+
+def unreachable(error: BaseException, host: str, origin: str) -> HostError:
+    """Make the error for an engine that does not answer, by what the system said."""
+    where = f"{host} ({origin})"
+    scheme = host.partition("://")[0]
+    if scheme not in ("unix", "tcp", "http", "https", "ssh"):
+        return HostError(
+            f"'{without_credentials(host)}' is no address of a Docker Engine", where=origin,
+            id="docker-host", hint="write unix:///path/to/docker.sock, tcp://HOST:PORT or ssh://HOST",
+        )  # fmt: skip
+    if "paramiko" in str(error):
+        return HostError(
+            "an engine behind ssh needs one more Python package", where=where, id="docker-ssh",
+            hint="pip install paramiko, or forward the socket: "
+            "ssh -NL /tmp/docker.sock:/var/run/docker.sock HOST",
+        )  # fmt: skip
+    for cause in _chain(error):
+        if isinstance(cause, PermissionError):
+            return HostError(
+                "this user may not speak to the Docker Engine", where=where, id="docker-permission",
+                hint="sudo usermod -aG docker $USER, then log in again; members of that group are "
+                "as good as root",
+            )  # fmt: skip
+        if isinstance(cause, TimeoutError) or "timed out" in str(cause):
+            return HostError(
+                "the Docker Engine does not answer in time", where=where, id="docker-timeout",
+                hint="see whether it hangs: journalctl -u docker",
+            )  # fmt: skip
+        if "TLS" in type(cause).__name__ or "SSL" in type(cause).__name__:
+            return HostError(
+                f"no trusted connection to the Docker Engine: {cause}", where=where,
+                id="docker-tls", hint="see DOCKER_CERT_PATH: ca.pem, cert.pem and key.pem",
+            )  # fmt: skip
+    return HostError(
+        "no Docker Engine answers", where=where, id="docker-daemon",
+        hint=("start it: " + ("" if os.geteuid() == 0 else "sudo ") + "systemctl start docker; or "
+              "install it, see https://docs.docker.com/engine/install/; or name another in "
+              "DOCKER_HOST"),
+    )  # fmt: skip
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception with all that it wraps: urllib3 and requests keep the cause in `args`."""
+    seen: set[int] = set()
+    left: list[BaseException] = [error]
+    while left:
+        one = left.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        inner = (one.__cause__, one.__context__, getattr(one, "reason", None), *one.args)
+        left += [cause for cause in inner if isinstance(cause, BaseException)]

@@ -1,0 +1,168 @@
+"""What the engine's JSON says, as our types; and a container's description as the engine's JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bakehouse.errors import UsageError
+from bakehouse.ports.docker import (
+    ContainerFacts,
+    ContainerSpec,
+    EngineFacts,
+    ImageFacts,
+    machine_arch,
+)
+
+
+def engine_facts(info: Mapping[str, Any], version: Mapping[str, Any], host: str) -> EngineFacts:
+    """Read `/info` and `/version`."""
+    runtimes = tuple(sorted(info.get("Runtimes") or {}))
+    devices = info.get("DiscoveredDevices") or ()
+    cdi = any(str(d.get("ID", "")).startswith("nvidia.com/gpu") for d in devices)
+    number = str(version.get("ApiVersion") or "0")
+    return EngineFacts(
+        version=str(version.get("Version") or "unknown"),
+        api=number,
+        arch=machine_arch(str(version.get("Arch") or info.get("Architecture") or "")),
+        system=str(info.get("OSType") or "linux"),
+        runtimes=runtimes,
+        nvidia="nvidia" in runtimes or cdi,
+        buildkit=tuple(map(int, number.split("."))) >= (1, 39),
+        root=str(info.get("DockerRootDir") or ""),
+        host=host,
+        security=tuple(map(str, info.get("SecurityOptions") or ())),
+    )
+
+
+def image_facts(data: Mapping[str, Any]) -> ImageFacts:
+    """Read what `image inspect` gives."""
+    config = data.get("Config") or {}
+    pairs = (str(line).partition("=") for line in config.get("Env") or ())
+    return ImageFacts(
+        id=str(data["Id"]),
+        digests=tuple(data.get("RepoDigests") or ()),
+        tags=tuple(data.get("RepoTags") or ()),
+        arch=machine_arch(str(data.get("Architecture") or "")),
+        system=str(data.get("Os") or ""),
+        size=int(data.get("Size") or 0),
+        created=str(data.get("Created") or ""),
+        entrypoint=words(config.get("Entrypoint")),
+        cmd=words(config.get("Cmd")),
+        user=str(config.get("User") or ""),
+        workdir=str(config.get("WorkingDir") or ""),
+        labels={str(k): str(v) for k, v in (config.get("Labels") or {}).items()},
+        env={name: value for name, _, value in pairs},
+    )
+
+
+def words(value: Any) -> tuple[str, ...]:
+    """An entrypoint or command: a list, one word, or nothing."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(map(str, value))
+
+
+def container_facts(data: Mapping[str, Any]) -> ContainerFacts:
+    """Read what `container inspect` gives."""
+    state = data.get("State") or {}
+    status = str(state.get("Status") or "")
+    ended = status in ("exited", "dead")
+    ports = (data.get("NetworkSettings") or {}).get("Ports") or {}
+    return ContainerFacts(
+        id=str(data["Id"]),
+        name=str(data.get("Name") or "").removeprefix("/"),
+        image=str(data.get("Image") or ""),
+        state=status,
+        exit_code=int(state.get("ExitCode") or 0) if ended else None,
+        oom_killed=bool(state.get("OOMKilled")),
+        restarts=int(data.get("RestartCount") or 0),
+        pid=int(state.get("Pid") or 0),
+        error=str(state.get("Error") or ""),
+        started=str(state.get("StartedAt") or ""),
+        finished=str(state.get("FinishedAt") or "") if ended else "",
+        labels={
+            str(k): str(v) for k, v in ((data.get("Config") or {}).get("Labels") or {}).items()
+        },
+        ports={
+            int(inside.partition("/")[0]): int(outside[0]["HostPort"])
+            for inside, outside in ports.items()
+            if outside and inside.endswith("/tcp")
+        },
+    )
+
+
+def create_body(spec: ContainerSpec) -> dict[str, Any]:
+    """Give the engine's request for a new container. Raises UsageError for odd `gpus`."""
+    ports: dict[str, Any] = {f"{p.port}/tcp": {} for p in spec.publish}
+    body: dict[str, Any] = {
+        "Image": spec.image,
+        "Cmd": list(spec.argv) or None,
+        "Env": [f"{name}={value}" for name, value in spec.env.items()],
+        "Labels": spec.labels,
+        "ExposedPorts": ports,
+        "Tty": False,
+        "OpenStdin": False,
+        "StopSignal": "SIGTERM",
+        "HostConfig": _host_config(spec),
+    }
+    if spec.entrypoint is not None:
+        body["Entrypoint"] = list(spec.entrypoint) or [""]
+    if spec.user is not None:
+        body["User"] = spec.user
+    if spec.workdir is not None:
+        body["WorkingDir"] = spec.workdir
+    return body
+
+
+def _host_config(spec: ContainerSpec) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "RestartPolicy": {"Name": "no"},
+        "Privileged": False,
+        "SecurityOpt": ["no-new-privileges"],
+        "LogConfig": {
+            "Type": "json-file",
+            "Config": {"max-size": f"{spec.log_bytes // 2}", "max-file": "2"},
+        },
+        "Mounts": [
+            {
+                "Type": "volume" if mount.volume else "bind",
+                "Source": mount.source,
+                "Target": mount.target,
+                "ReadOnly": mount.read_only,
+            }
+            for mount in spec.mounts
+        ],
+        "PortBindings": {
+            f"{p.port}/tcp": [{"HostIp": p.host, "HostPort": str(p.host_port or "")}]
+            for p in spec.publish
+        },
+    }
+    limits = {
+        "IpcMode": spec.ipc,
+        "ShmSize": spec.shm_size,
+        "NetworkMode": spec.network,
+        "Memory": spec.memory,
+        "MemorySwap": spec.memory,
+        "PidsLimit": spec.pids,
+        "Init": spec.init or None,
+        "CapDrop": ["ALL"] if spec.drop_capabilities else None,
+        "DeviceRequests": [gpu_request(spec.gpus)] if spec.gpus else None,
+    }
+    return {**config, **{name: value for name, value in limits.items() if value is not None}}
+
+
+def gpu_request(gpus: str) -> dict[str, Any]:
+    """Give the engine's request for GPUs: `all`, a number, or `device=0,1`."""
+    request: dict[str, Any] = {"Driver": "", "Capabilities": [["gpu"]]}
+    ids = [part.strip() for part in gpus.removeprefix("device=").split(",") if part.strip()]
+    if gpus.startswith("device=") and ids:
+        return {**request, "DeviceIDs": ids}
+    if gpus == "all" or (gpus.isascii() and gpus.isdigit() and int(gpus) > 0):
+        return {**request, "Count": -1 if gpus == "all" else int(gpus)}
+    raise UsageError(
+        f"'{gpus}' does not say which GPUs",
+        where="container.gpus",
+        hint="write all, a number, or device=0,1",
+        id="bad-gpus",
+    )
