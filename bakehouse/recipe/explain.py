@@ -33,6 +33,8 @@ STAND_INS: dict[str, Any] = {
     "sha256": "0" * 64,
     "version": "13.0",
     "ref": {"x86_64": "image"},
+    "builder": {"x86_64": "image"},
+    "runtime": {"x86_64": "image"},
     "ask": "question",
     "answers": ["answer"],
     "Measured.what": "weights",
