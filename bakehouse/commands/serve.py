@@ -12,6 +12,7 @@ from bakehouse.base import digest
 from bakehouse.build.ensure import ensure as ensure_build
 from bakehouse.commands.planned import build_lines, serve_lines
 from bakehouse.context import Context
+from bakehouse.engines.engine import Asked
 from bakehouse.engines.llamacpp.server import Features
 from bakehouse.errors import HostError, NotHealthy, UsageError
 from bakehouse.host import read_gpus
@@ -78,7 +79,7 @@ class Wanted:
     lock: Lock
     build: BuildPlan
     plan: ServePlan
-    asked: Features
+    asked: Asked
     key: str | None
     folder: Path
     """Of the server: its state and its log."""
@@ -212,9 +213,10 @@ def _able(ctx: Context, wanted: Wanted, record: Run) -> None:
     if look(wanted.folder).alive:
         return
     origin = wanted.loaded.origin("serve", "command")
+    layers = wanted.asked.gpu_layers if isinstance(wanted.asked, Features) else None
     checks = (
         *know_flags(ctx, wanted.build, wanted.plan, origin),
-        *see_gpu(ctx, wanted.build, wanted.plan, wanted.asked.gpu_layers),
+        *see_gpu(ctx, wanted.build, wanted.plan, layers),
     )
     record.fact("able", [check.to_data() for check in checks])
     for line in unknown_lines(checks):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from bakehouse.base import digest
 from bakehouse.context import Context
+from bakehouse.engines.engine import Asked
 from bakehouse.engines.llamacpp.cmake import NOTHING, Extra
 from bakehouse.engines.llamacpp.cuda import prepared
-from bakehouse.engines.llamacpp.server import Features
 from bakehouse.errors import UsageError
 from bakehouse.host import HostFacts, read_host
 from bakehouse.lock import FilePin, GitPin, Lock
@@ -91,7 +91,7 @@ def make_plan(
     host: str | None = None,
     port: int | None = None,
     jobs: int | None = None,
-) -> tuple[Plan, Features]:
+) -> tuple[Plan, Asked]:
     """Plan everything; also give what the server will be asked to show.
 
     `host` and `port` take the place of the recipe's. Raises RecipeError, UsageError, HostError.

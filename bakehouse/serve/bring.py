@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from bakehouse.base import digest
 from bakehouse.checks import Check, check, not_passed
 from bakehouse.context import Context
-from bakehouse.engines.llamacpp.server import Features
+from bakehouse.engines.engine import Asked
 from bakehouse.errors import BakehouseError, HostError, Interrupted, NotCorrect, NotHealthy
 from bakehouse.plan.types import ServePlan
 from bakehouse.records.model import Answer, SuiteRecord
@@ -49,7 +49,7 @@ class Order:
     """A server that is wanted."""
 
     plan: ServePlan
-    asked: Features
+    asked: Asked
     settings: Settings
     limits: Limits
     weights_size: int = 0

@@ -12,20 +12,17 @@ from pathlib import Path
 
 from bakehouse.checks import Check, check, not_passed
 from bakehouse.context import Context
-from bakehouse.engines.llamacpp import evidence
-from bakehouse.engines.llamacpp.server import NONCE_ALIAS, Features
+from bakehouse.engines.engine import NONCE_ALIAS, Answer, Asked, Engine, engine_of
 from bakehouse.errors import BakehouseError, NotCorrect, NotHealthy
 from bakehouse.probe.prove import explain
 from bakehouse.probe.types import Endpoint, Proof, SuiteProof
-from bakehouse.records.model import Answer as Asked
+from bakehouse.records.model import Answer as Said
 from bakehouse.serve.causes import Cause, first_cause, read_log, signature_check
 from bakehouse.serve.listeners import listeners, overlapping, sockets
 from bakehouse.serve.processes import Process, tree
-from bakehouse.serve.ready import Answer, get, url_of
+from bakehouse.serve.ready import get, url_of
 
 FEATURE_S = 10.0
-ON_THE_CPU = frozenset({"no-layers-offloaded", "cuda-disabled"})
-"""Signatures of a model that runs on the CPU, which a recipe may ask for."""
 LOG_S = 1.0
 """The engine writes its log from a thread of its own; so long a line may be late, in seconds."""
 
@@ -65,12 +62,12 @@ class Evidence:
     """What was judged so far, and what the server answered."""
 
     checks: list[Check] = field(default_factory=list)
-    answers: tuple[Asked, ...] = ()
+    answers: tuple[Said, ...] = ()
     suites: tuple[SuiteProof, ...] = ()
     summary: str = ""
 
 
-def prove(ctx: Context, server: Running, asked: Features, questions: Prove, seen: Evidence) -> None:
+def prove(ctx: Context, server: Running, asked: Asked, questions: Prove, seen: Evidence) -> None:
     """Judge everything that ready means, in order, and put what was judged into `seen`.
 
     Raises NotHealthy (it is not ours, lacks a feature, died) or NotCorrect (answers or log show
@@ -97,6 +94,7 @@ def prove(ctx: Context, server: Running, asked: Features, questions: Prove, seen
 
 def identity(ctx: Context, server: Running, suffix: str = "") -> list[Check]:
     """Judge whether the child that we started lives, is healthy, and is who answers."""
+    engine = engine_of(server.engine)
     alive = server.process.alive
     found = overlapping(listeners(), server.host, server.port)
     family = 6 if ":" in server.host else 4
@@ -121,48 +119,43 @@ def identity(ctx: Context, server: Running, suffix: str = "") -> list[Check]:
             "/proc/net/tcp", ok=bool(near) and not strange,
         ),
         check(
-            f"health{suffix}", 'HTTP 200: {"status": "ok"}', health.says, "GET /health",
-            ok=evidence.health_ok(health.status, health.body),
+            f"health{suffix}", engine.health, health.says, "GET /health",
+            ok=engine.healthy(health),
         ),
         check(
-            f"nonce{suffix}", wanted, _named(models), "GET /v1/models",
-            ok=models.status == 200 and wanted in evidence.model_names(models.body),
+            f"nonce{suffix}", wanted, _named(engine, models), "GET /v1/models",
+            ok=models.status == 200 and wanted in engine.model_names(models.body),
         ),
     ]  # fmt: skip
 
 
-def _named(models: Answer) -> str:
-    names = evidence.model_names(models.body)
+def _named(engine: Engine, models: Answer) -> str:
+    names = engine.model_names(models.body)
     return ", ".join(names)[:300] if models.status == 200 and names else models.says
 
 
-def features(ctx: Context, server: Running, asked: Features) -> list[Check]:
+def features(ctx: Context, server: Running, asked: Asked) -> list[Check]:
     """Judge what the recipe asks for against the endpoints and the log."""
-    paths = ("/v1/models", "/props", "/slots")
-    got = {path: get(ctx, server.url + path, server.headers, FEATURE_S) for path in paths}
+    engine = engine_of(server.engine)
+    got = {path: get(ctx, server.url + path, server.headers, FEATURE_S) for path in engine.evidence}
     open_doors = [
         check(
-            "key", "no answer without the API key", bare.says, "GET /props", ok=bare.status == 401
+            "key", "no answer without the API key", bare.says, f"GET {engine.guarded}",
+            ok=bare.status == 401,
         )
-        for bare in ([get(ctx, f"{server.url}/props", None, FEATURE_S)] if asked.key else [])
-    ]
+        for bare in ([get(ctx, server.url + engine.guarded, None, FEATURE_S)] if asked.key else [])
+    ]  # fmt: skip
     deadline = ctx.clock.monotonic() + LOG_S
     while True:
-        checks = evidence.judge(
-            asked,
-            models=got["/v1/models"].body,
-            props=got["/props"].body,
-            slots=got["/slots"].body,
-            log=read_log(server.log),
-        )
+        checks = engine.judge(asked, got, read_log(server.log))
         late = [c for c in not_passed(checks) if c.where == "server.log"]
         if not late or ctx.clock.monotonic() > deadline:
             return [*open_doors, *checks]
         ctx.clock.sleep(0.05)
 
 
-def _signatures(server: Running, asked: Features) -> Check:
-    asked_for = ON_THE_CPU if asked.cpu else frozenset()
+def _signatures(server: Running, asked: Asked) -> Check:
+    asked_for = engine_of(server.engine).asked_for(asked)
     return signature_check(read_log(server.log), server.engine, asked_for)
 
 

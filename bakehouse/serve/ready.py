@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from bakehouse.checks import Check, check
 from bakehouse.context import Context
-from bakehouse.engines.llamacpp import evidence
+from bakehouse.engines.engine import Answer, engine_of
 from bakehouse.errors import NotHealthy
 from bakehouse.ports.http import Unreachable
 from bakehouse.progress import Bar
@@ -35,21 +34,6 @@ class Limits:
 
     ready: float
     stall: float
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one question brought: status 0 where there was no answer at all."""
-
-    status: int
-    body: Any
-    text: str
-
-    @property
-    def says(self) -> str:
-        """For people: one short line."""
-        first = " ".join(self.text.split())[:120]
-        return f"HTTP {self.status}: {first}" if self.status else f"no answer: {first}"
 
 
 def get(
@@ -83,7 +67,7 @@ class Waiting:
         self.host = host
         self.limits = limits
         self.total = weights_size
-        self.engine = engine
+        self.engine = engine_of(engine)
         self.began = ctx.clock.monotonic()
         self.silence = Silence(self.began)
         self.log = Tail(link.folder / "server.log")
@@ -115,13 +99,11 @@ class Waiting:
     def _healthy(self, listener: Listener) -> bool:
         answer = get(self.ctx, f"{url_of(self.host, listener.port)}/health")
         self.polls += 1
-        if evidence.health_ok(answer.status, answer.body):
+        if self.engine.healthy(answer):
             return True
         if not self.link.poll() and (200 <= answer.status < 500):
-            seen = check(
-                "health", 'HTTP 200: {"status": "ok"}', answer.says, "GET /health", ok=False
-            )
-            raise self._failed("it answers /health, and not as llama-server does", seen)
+            seen = check("health", self.engine.health, answer.says, "GET /health", ok=False)
+            raise self._failed(f"it answers /health, and not as {self.engine.server} does", seen)
         self.last = answer.says
         return False
 
@@ -135,7 +117,7 @@ class Waiting:
             self.ctx.progress.say(f"memory: {alarm['reason']}")
         self.warned = len(self.link.alarms)
         lines = self.log.lines()
-        self.stage = next(filter(None, map(evidence.stage, reversed(lines))), self.stage)
+        self.stage = next(filter(None, map(self.engine.stage, reversed(lines))), self.stage)
         reading = read_activity(tree(self.link.server))
         silent = self.silence.look(now, reading, lines, self.polls)
         self.polls = 0
@@ -161,7 +143,7 @@ class Waiting:
         return self._failed(f"the server ended before it was ready: it {says}", seen)
 
     def _failed(self, what: str, seen: Check) -> NotHealthy:
-        return explain(what, (seen,), self.link, self.engine)
+        return explain(what, (seen,), self.link, self.engine.name)
 
 
 def explain(what: str, checks: tuple[Check, ...], link: Link, engine: str) -> NotHealthy:

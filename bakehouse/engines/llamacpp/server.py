@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from bakehouse.base import Frozen
+from bakehouse.engines.engine import NONCE_ALIAS, Asked
 from bakehouse.errors import RecipeError
 from bakehouse.lock import Lock
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
-
-NONCE_ALIAS = "~bakehouse-"
-"""What the nonce of a run follows, in the second alias of a server."""
-
 
 _DOWNLOADS = "it downloads what nothing pins; name the weights under weights.model"
 _ROUTER = "a recipe serves one model, named under weights.model and given with -m"
@@ -162,21 +158,16 @@ def additions(
     return tuple(added), 1
 
 
-class Features(Frozen):
-    """What a server has to be, so that it is the one that the recipe asks for.
+class Features(Asked):
+    """What a llama-server has to be, so that it is the one that the recipe asks for.
 
-    None, or False, means that nothing is asked and nothing is judged. Context in tokens.
+    The context counts over all slots.
     """
 
-    name: str
-    model_path: str
     build_info: str | None = None
     slots: int = 1
-    context: int | None = None
-    """Over all slots."""
     chat: bool = False
     multimodal: bool = False
-    speculation: str | None = None
     speculation_lacks: str | None = None
     """What the command lacks, where the engine would then serve without speculating."""
     gpu_layers: int | None = None
@@ -185,7 +176,6 @@ class Features(Frozen):
     """No layer on the GPU is what the recipe asks for."""
     flash_attn: str | None = None
     """`on` or `off`."""
-    key: bool = False
 
 
 def features(recipe: Recipe, lock: Lock, command: Sequence[str], model_path: str) -> Features:

@@ -1,0 +1,135 @@
+"""A `vllm serve` command as the engine reads it: flags, the model, speculation, parsers. Pure.
+
+As in vLLM 0.32 (`engine/arg_utils.py`, `utils/argparse_utils.py`): `_` and `-` are the same in a
+flag, `--flag=value` and `--flag value` as well, a JSON option may be written key by key
+(`--speculative-config.method ngram`), and the last of two wins.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SHORT = {
+    "-sc": "--speculative-config", "-q": "--quantization", "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size", "-ep":
+    "--enable-expert-parallel", "-cc": "--compilation-config", "-ac": "--attention-config",
+    "-n": "--nnodes", "-r": "--node-rank",
+    "--spec-method": "--speculative-config.method", "--spec-model": "--speculative-config.model",
+    "--spec-tokens": "--speculative-config.num_speculative_tokens",
+}  # fmt: skip
+"""Other spellings of the same thing."""
+SPECULATION = "--speculative-config"
+_FLAG = re.compile(r"-{1,2}[A-Za-z][\w.-]*")
+_WHOLE = re.compile(r"(\d{1,12})(?:\.0)?([kKmMgG]?)")
+_FACTORS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a `vllm serve` command says."""
+
+    program: tuple[str, ...]
+    """What stands before the first flag and the model: `vllm serve`."""
+    model: str | None
+    """The first word that belongs to no flag."""
+    extra: tuple[str, ...]
+    """More such words, which vLLM does not take."""
+    flags: Mapping[str, tuple[str, ...]]
+    """By their long spelling: the words that follow, of the last time it is given."""
+    speculation: Mapping[str, Any] = field(default_factory=dict)
+    """The speculative settings; empty for none."""
+    bad_json: str | None = None
+    """Why they cannot be read."""
+
+    def text(self, *names: str) -> str | None:
+        """Give the value of the first of these flags that is given with one."""
+        for name in names:
+            if values := self.flags.get(name):
+                return values[0]
+        return None
+
+    def number(self, *names: str) -> int | None:
+        """Give a whole number, as vLLM reads `8192`, `8k` (1000) and `8K` (1024)."""
+        found = _WHOLE.fullmatch(self.text(*names) or "")
+        return int(found[1]) * _FACTORS[found[2]] if found else None
+
+    @property
+    def method(self) -> str | None:
+        """Speculation as the command names it; None for none, or none that is named."""
+        value = self.speculation.get("method")
+        return value if isinstance(value, str) and value else None
+
+    @property
+    def drafter(self) -> str | None:
+        """The drafter's model, where one is named."""
+        value = self.speculation.get("model")
+        return value if isinstance(value, str) and value not in ("", "ngram", "[ngram]") else None
+
+    @property
+    def draft_tokens(self) -> int | None:
+        """How many tokens are drafted at once."""
+        value = self.speculation.get("num_speculative_tokens")
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    @property
+    def parsers(self) -> dict[str, str]:
+        """Parsers that are named, by what they parse: `reasoning`, `tool`."""
+        named = {"reasoning": "--reasoning-parser", "tool": "--tool-call-parser"}
+        return {kind: value for kind, flag in named.items() if (value := self.text(flag))}
+
+
+def spelling(argument: str) -> str:
+    """Give a flag as the engine reads it: without `=value`, `_` as `-` in its first part."""
+    name = argument.partition("=")[0]
+    head, dot, rest = name.partition(".")
+    head = head.replace("_", "-") if head.startswith("--") else head
+    return SHORT.get(f"{head}{dot}{rest}", f"{SHORT.get(head, head)}{dot}{rest}")
+
+
+def read(argv: Sequence[str]) -> Command:
+    """Read a command; never raises: what is wrong with it is for `refuse` to say."""
+    begin = 2 if argv[1:2] == ("serve",) or list(argv[1:2]) == ["serve"] else 1
+    flags: dict[str, tuple[str, ...]] = {}
+    alone: list[str] = []
+    current: str | None = None
+    for word in argv[begin:]:
+        if _FLAG.match(word) and not re.fullmatch(r"-\d.*", word):
+            current = spelling(word)
+            _, equals, value = word.partition("=")
+            flags[current] = (value,) if equals else ()
+            if equals:
+                current = None
+        elif current is not None:
+            flags[current] += (word,)
+            current = None if current not in SEVERAL else current
+        else:
+            alone.append(word)
+    speculation, bad = _speculation(flags)
+    return Command(
+        tuple(argv[:begin]), alone[0] if alone else None, tuple(alone[1:]), flags, speculation, bad
+    )
+
+
+SEVERAL = frozenset({"--served-model-name", "--lora-modules", "--middleware", "--api-key"})
+"""Flags that take all words up to the next flag."""
+
+
+def _speculation(flags: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Any], str | None]:
+    found: dict[str, Any] = {}
+    if (whole := flags.get(SPECULATION)) is not None:
+        try:
+            read_ = json.loads(whole[0]) if whole else None
+        except ValueError as error:
+            return {}, f"it is no JSON: {error}"
+        if not isinstance(read_, dict):
+            return {}, "it is no JSON object"
+        found = read_
+    for name, values in flags.items():
+        if name.startswith(f"{SPECULATION}."):
+            key, text = name.removeprefix(f"{SPECULATION}."), values[0] if values else ""
+            found[key.replace("-", "_")] = int(text) if text.isdecimal() else text
+    return found, None

@@ -1,0 +1,315 @@
+"""What readiness adds to a `vllm serve` command, what it refuses there, what the command asks for.
+
+Flags as in vLLM 0.32. Inside the container the server listens on all of the container's own
+addresses; outside, its port is published on one address of the host.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+
+from bakehouse.engines.engine import NONCE_ALIAS, Asked
+from bakehouse.engines.vllm.flags import Command, read
+from bakehouse.errors import Fault, RecipeError
+from bakehouse.lock import Lock
+from bakehouse.recipe.faults import Origin
+from bakehouse.recipe.model import Recipe
+
+PROGRAM = "vllm"
+"""What `{{ server }}` is: the command inside the image, whatever the image's entrypoint is."""
+WEIGHTS = "/weights"
+"""Where the pinned files of each role lie inside the container: `/weights/model` and so on."""
+PORT = 8000
+"""Inside the container."""
+ANY = "0.0.0.0"  # noqa: S104 - of the container alone; what the host publishes is another address
+
+_DOWNLOADS = "it downloads what nothing pins; name it under weights"
+_CODE = "it runs code that nothing pins; leave it out, or bring it with the image"
+_EVIDENCE = "Bakehouse reads the log and the metrics for evidence; leave the flag out"
+_TLS = "put TLS in front of the server; leave the flag out"
+_MANY = "a recipe serves one engine on one host; leave the flag out"
+
+OWNED: dict[str, str] = {
+    "--host": "set serve.host",
+    "--port": "set serve.port",
+    "--uds": "set serve.host and serve.port",
+    "--served-model-name": "the name of the recipe is the model's name",
+    "--api-key": "set serve.api_key: a key in an argument list can be read by every user",
+    "--root-path": "the API is served from the root; leave the flag out",
+    "--model": "give the model as the word behind `serve`: {{ weights.model.path }}",
+    "--config": "a file of flags hides what is served; write them in serve.command",
+    "--disable-log-stats": _EVIDENCE,
+    "--log-config-file": _EVIDENCE,
+    "--logging-config": _EVIDENCE,
+    "--headless": "it serves no API; leave the flag out",
+    "--hf-token": "set weights.model.hub; the token stays in the environment",
+    "--hf-config-path": _DOWNLOADS,
+    "--revision": "set weights.model.revision: the lock pins it",
+    "--code-revision": "set weights.model.revision: the lock pins it",
+    "--tokenizer-revision": "set weights.model.revision: the lock pins it",
+    "--download-dir": _DOWNLOADS,
+    "--middleware": _CODE,
+    "--worker-cls": _CODE,
+    "--worker-extension-cls": _CODE,
+    "--scheduler-cls": _CODE,
+    "--logits-processors": _CODE,
+    "--io-processor-plugin": _CODE,
+    **dict.fromkeys(("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs"), _TLS),
+    **dict.fromkeys(("--nnodes", "--node-rank", "--master-addr", "--data-parallel-address"), _MANY),
+}
+"""Flags that a recipe's command must not hold, and what to do in place of each."""
+
+PATHS = ("--tokenizer", "--chat-template", "--reasoning-parser-plugin", "--tool-parser-plugin")
+"""Flags that name a file or folder, which has to be one of the pinned ones."""
+
+LOADS = {
+    "dummy": "it fills the model with random numbers",
+    "pt": "it unpickles the weights, which runs code that they hold",
+    "npcache": "it unpickles the weights, which runs code that they hold",
+}
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+"""Endings of files that Python unpickles, which runs what they hold."""
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+"""What was not fetched and pinned before must not be fetched inside."""
+ENVIRONMENT = {**OFFLINE, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+"""What every container gets."""
+
+REFUSED_ENVIRONMENT: dict[str, str] = {
+    "HF_TOKEN": "tokens stay outside: everything is fetched before the container starts",
+    "HUGGING_FACE_HUB_TOKEN": "tokens stay outside: everything is fetched before it starts",
+    "VLLM_API_KEY": "set serve.api_key",
+    "VLLM_PORT": "set serve.port",
+    "VLLM_CONFIGURE_LOGGING": _EVIDENCE,
+    "VLLM_LOGGING_CONFIG_PATH": _EVIDENCE,
+    "VLLM_LOGGING_LEVEL": _EVIDENCE,
+    "VLLM_USE_MODELSCOPE": _DOWNLOADS,
+    "VLLM_SERVER_DEV_MODE": "it opens endpoints that change the server; leave it out",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "it lets requests run code; leave it out",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "beyond the model's own length answers are nonsense; "
+    "lower --max-model-len",
+}
+
+
+class Features(Asked):
+    """What a vLLM server has to show. The context is that of the longest sequence, in tokens."""
+
+    draft_tokens: int | None = None
+    version: str | None = None
+    """What the image was found to hold."""
+    dtype: str | None = None
+    kv_cache: str | None = None
+    sequences: int | None = None
+    fallback: bool = False
+    """Whether the recipe itself asks for the generic implementation of Transformers."""
+
+
+def container_env(recipe: Recipe) -> dict[str, str]:
+    """Give the environment of the server inside its container."""
+    own = recipe.container.env if recipe.container else {}
+    return {**ENVIRONMENT, **own, **recipe.serve.env, **OFFLINE}
+
+
+def refuse(argv: Sequence[str], recipe: Recipe, origin: Origin, lock: Lock | None = None) -> None:
+    """Raise RecipeError, exit 2, for what Bakehouse sets itself and what nothing pins.
+
+    What depends on the pinned files is judged once there is a lock.
+    """
+    command = read(argv)
+    faults = [
+        *_program(command, origin),
+        *_model(command, origin),
+        *_flags(command, origin),
+        *_environment(recipe, origin),
+        *_drafter(command, recipe, origin),
+        *_remote_code(command, lock, origin),
+        *_pickles(lock, origin),
+    ]
+    if faults:
+        raise RecipeError("the command cannot be served as it stands", faults)
+
+
+def _program(command: Command, origin: Origin) -> Iterator[Fault]:
+    if command.program != (PROGRAM, "serve"):
+        said = " ".join(command.program)
+        yield origin.fault(
+            f"serve.command begins with '{said}', and not with 'vllm serve'",
+            "begin with {{ server }} serve; the image's own entrypoint is set aside",
+        )
+    for word in command.extra:
+        yield origin.fault(
+            f"serve.command holds '{word}', which belongs to no flag", "vLLM serves one model"
+        )
+
+
+def _model(command: Command, origin: Origin) -> Iterator[Fault]:
+    if command.model is None:
+        yield origin.fault(
+            "serve.command names no model", "write {{ server }} serve {{ weights.model.path }}"
+        )
+    elif not _pinned(command.model, "model"):
+        yield origin.fault(
+            f"serve.command serves '{command.model}', which nothing pins",
+            "write {{ server }} serve {{ weights.model.path }}; the files are mounted read-only",
+        )
+
+
+def _pinned(path: str, role: str | None = None) -> bool:
+    """Whether a path is, or lies below, a folder of pinned files inside the container."""
+    parts = PurePosixPath(path).parts
+    base = ("/", WEIGHTS[1:])
+    return parts[:2] == base and len(parts) > 2 and ".." not in parts and role in (None, parts[2])
+
+
+def _flags(command: Command, origin: Origin) -> Iterator[Fault]:
+    for flag in command.flags:
+        if hint := OWNED.get(flag.partition(".")[0]):
+            yield origin.fault(f"serve.command must not hold {flag}", hint)
+    for flag in PATHS:
+        path = command.text(flag)
+        image_has = flag == "--chat-template" and path and path.startswith("/")
+        if path and not (_pinned(path) or image_has):
+            yield origin.fault(
+                f"{flag} names '{path}', which nothing pins",
+                "name a file of the weights, such as {{ weights.model.path }}/NAME",
+            )
+    if why := LOADS.get(command.text("--load-format") or ""):
+        yield origin.fault(
+            f"--load-format {command.text('--load-format')}: {why}", "serve safetensors"
+        )
+
+
+def _environment(recipe: Recipe, origin: Origin) -> Iterator[Fault]:
+    given = {**(recipe.container.env if recipe.container else {}), **recipe.serve.env}
+    for name, value in given.items():
+        if hint := REFUSED_ENVIRONMENT.get(name):
+            yield origin.fault(f"container.env must not hold {name}", hint)
+        elif name in OFFLINE and value != OFFLINE[name]:
+            yield origin.fault(
+                f"container.env sets {name} to {value}",
+                "what is fetched inside the container is pinned by nothing; leave it out",
+            )
+
+
+def _drafter(command: Command, recipe: Recipe, origin: Origin) -> Iterator[Fault]:
+    if command.bad_json:
+        yield origin.fault(
+            f"--speculative-config: {command.bad_json}",
+            "write it with {{ {'method': …} | tojson }}, or in single quotes",
+        )
+        return
+    drafter = command.drafter
+    if drafter and not _pinned(drafter):
+        yield origin.fault(
+            f"--speculative-config names the drafter '{drafter}', which nothing pins: it would be "
+            "fetched inside the container",
+            "name it under weights.drafter, and write {{ weights.drafter.path }} as its model",
+        )
+    if recipe.weights.drafter and not drafter:
+        yield origin.fault(
+            "weights.drafter is given, and the command drafts with nothing",
+            "add --speculative-config with model {{ weights.drafter.path }}, or drop the drafter",
+        )
+    if command.speculation and not command.method:
+        yield origin.fault(
+            "--speculative-config names no method, so that what it came to cannot be judged",
+            "add its method: ngram, draft_model, eagle3, mtp, dflash, …",
+        )
+    asked = recipe.serve.speculation
+    asked = None if asked in (None, "none") else asked
+    if asked != command.method:
+        yield origin.fault(
+            f"serve.speculation is {asked or 'not set'}, and --speculative-config says "
+            f"{command.method or 'nothing'}",
+            "say the same in both; what is asked for is then held against the server's counters",
+        )
+
+
+def _remote_code(command: Command, lock: Lock | None, origin: Origin) -> Iterator[Fault]:
+    if "--trust-remote-code" not in command.flags or lock is None:
+        return
+    code = [f.path for p in lock.weights.values() for f in p.files if f.path.endswith(".py")]
+    if not code:
+        yield origin.fault(
+            "--trust-remote-code runs the model's Python, and the lock pins none of it",
+            "widen weights.model.files so that its .py files are pinned, and read them first",
+        )
+
+
+def _pickles(lock: Lock | None, origin: Origin) -> Iterator[Fault]:
+    for role, pin in lock.weights.items() if lock else ():
+        if found := [file.path for file in pin.files if file.path.endswith(PICKLES)]:
+            yield origin.fault(
+                f"weights.{role} holds {', '.join(found[:3])}: Python unpickles such a file, and "
+                "runs what it holds",
+                "take safetensors, and narrow weights." + role + ".files down to them",
+            )
+
+
+def additions(recipe: Recipe) -> tuple[tuple[str, ...], int]:
+    """Give the arguments that readiness needs, and the index among them of the second name.
+
+    A key comes through the environment (VLLM_API_KEY): arguments can be read by all.
+    """
+    names = ("--served-model-name", recipe.name, f"{NONCE_ALIAS}{{nonce}}")
+    return (*names, "--host", ANY, "--port", str(PORT)), 2
+
+
+def features(recipe: Recipe, lock: Lock, argv: Sequence[str], model_path: str) -> Features:
+    """Derive what to expect, from the recipe's keys and from the command itself."""
+    command = read(argv)
+    return Features(
+        name=recipe.name,
+        model_path=model_path,
+        context=command.number("--max-model-len") or recipe.serve.context,
+        key=recipe.serve.api_key is not None,
+        speculation=command.method,
+        draft_tokens=command.draft_tokens,
+        version=version_of(lock),
+        dtype=_named(command.text("--dtype")),
+        kv_cache=_named(command.text("--kv-cache-dtype")),
+        sequences=command.number("--max-num-seqs"),
+        fallback=command.text("--model-impl") == "transformers",
+    )
+
+
+def version_of(lock: Lock) -> str | None:
+    """Give the version of vLLM that the pinned image was found to hold; None where unknown."""
+    image = getattr(lock, "image", None)
+    proven = getattr(image, "versions", None)
+    found = proven.get("vllm") if isinstance(proven, Mapping) else None
+    return found if isinstance(found, str) else None
+
+
+def _named(value: str | None) -> str | None:
+    return None if value in (None, "auto") else value
+
+
+def expectations(asked: Features) -> tuple[str, ...]:
+    """Say in words what readiness will ask of the server."""
+    said = [
+        "the nonce of the run comes back in /v1/models, from our container's published port",
+        "/health answers 200, before the probe and after it",
+        f"/v1/models names {asked.name} with root {asked.model_path}",
+        "the log shows an implementation of vLLM's own, not the Transformers fallback",
+    ]
+    if asked.version:
+        said.append(f"/version shows {asked.version}")
+    if asked.context:
+        said.append(f"/v1/models shows max_model_len {asked.context}")
+        said.append("the KV cache holds one sequence of that length")
+    for name, value in (("dtype", asked.dtype), ("KV cache", asked.kv_cache)):
+        if value:
+            said.append(f"the log shows {name} {value}")
+    if asked.speculation:
+        drafts = f", {asked.draft_tokens} tokens" if asked.draft_tokens else ""
+        said.append(f"the log shows speculation with {asked.speculation}{drafts}; its counters run")
+    said.append("no log line carries a fatal or a silent fault")
+    return tuple(said)
+
+
+def bare(text: str) -> str:
+    """Give a version without what follows `+`: builds of one release differ in it."""
+    return re.split(r"[+]", text, maxsplit=1)[0]
