@@ -23,6 +23,7 @@ from bakehouse.lock import (
 from bakehouse.recipe.model import Recipe, Source
 from bakehouse.recipe.weights import Weights
 from bakehouse.sources.choice import fitting
+from bakehouse.sources.image_drift import image_drift
 
 if TYPE_CHECKING:
     from bakehouse.context import Context
@@ -88,14 +89,17 @@ def _first_fault(error: ValueError) -> str:
 
 def wants(recipe: Recipe) -> str:
     """Digest of all in a recipe that is resolved: engine, source with patches, toolkit, weights."""
-    return digest(
-        {
-            "engine": recipe.engine,
-            "source": recipe.source.to_data() if recipe.source else None,
-            "toolkit": _toolkit(recipe),
-            "weights": recipe.weights.to_data(),
-        }
-    )
+    data: dict[str, Any] = {
+        "engine": recipe.engine,
+        "source": recipe.tree.to_data() if recipe.tree else None,
+        "toolkit": _toolkit(recipe),
+        "weights": recipe.weights.to_data(),
+    }
+    if recipe.images:
+        data |= {"images": recipe.images}
+    if recipe.image and recipe.image.patches:
+        data |= {"patches": [patch.to_data() for patch in recipe.image.patches]}
+    return digest(data)
 
 
 def _toolkit(recipe: Recipe) -> str | None:
@@ -126,7 +130,8 @@ _Difference = tuple[str, str, str, str]
 def _drift(recipe: Recipe, lock: Lock) -> Iterator[_Difference]:
     if lock.engine != recipe.engine:
         yield "engine-changed", "engine", lock.engine, recipe.engine
-    yield from _source_drift(recipe.source, lock)
+    yield from _source_drift(recipe.tree, lock)
+    yield from image_drift(recipe, lock)
     toolkit, pinned = _toolkit(recipe), lock.toolkit.version if lock.toolkit else None
     if toolkit != pinned and not f"{pinned}.".startswith(f"{toolkit}."):
         yield "toolkit-changed", "build.cuda", pinned or "none", toolkit or "none"
@@ -210,22 +215,21 @@ def resolve(ctx: Context, loaded: Loaded, before: Lock | None = None) -> Lock:
     """
     # Imported here because `plan` and `show` pass through this module and need no network code.
     from bakehouse.ports.git import Git
-    from bakehouse.sources import archive, gitpin, patches, pinning, tree
+    from bakehouse.sources import archive, gitpin, images, patches, pinning, tree
 
     recipe = loaded.recipe
     known = before if before and before.wants == wants(recipe) else None
     git = Git(ctx.processes, ctx.environment)
     source: GitPin | ArchivePin | None = None
-    patch_pins: tuple[Any, ...] = ()
     source_tree = None
-    if recipe.source:
-        patch_pins = patches.pin_patches(ctx, loaded.folder, recipe.source.patches)
-        if recipe.source.archive:
+    patch_pins = patches.pin_patches(ctx, loaded.folder, recipe.patches)
+    if wanted_tree := recipe.tree:
+        if wanted_tree.archive:
             source = archive.pin_archive(
-                ctx, git, recipe.source.archive, loaded.folder, known.source if known else None
+                ctx, git, wanted_tree.archive, loaded.folder, known.source if known else None
             )
         else:
-            source = gitpin.pin_git(ctx, git, recipe.source)
+            source = gitpin.pin_git(ctx, git, wanted_tree)
         source_tree = tree.patched_tree(ctx, git, source, patch_pins)
     pins = known.weights if known else {}
     weights = {
@@ -241,6 +245,7 @@ def resolve(ctx: Context, loaded: Loaded, before: Lock | None = None) -> Lock:
         source_tree=source_tree,
         toolkit=_pin_toolkit(ctx, recipe),
         weights=weights,
+        images=images.pin_images(ctx, recipe.images),
     )
 
 
@@ -341,9 +346,8 @@ def _no_overrides(loaded: Loaded) -> None:
 
 def bring_local_files(ctx: Context, loaded: Loaded, lock: Lock) -> None:
     """Verify a recipe's own patches and archive, and keep copies: later steps see only those."""
-    if not loaded.recipe.source:
-        return
-    archive = loaded.recipe.source.archive
+    tree = loaded.recipe.tree
+    archive = tree.archive if tree else None
     if lock.patches:
         from bakehouse.sources.patches import bring_patches
 

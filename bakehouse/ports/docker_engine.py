@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 import socket
+import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -68,7 +70,10 @@ class RealDocker:
             return None
         helpers = {k: v for k, v in self.environment.items() if k in ("HOME", "PATH")}
         try:
-            found = auth.load_config(str(path), credstore_env=helpers).resolve_authconfig(registry)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a helper that is not there: an error follows
+                config = auth.load_config(str(path), credstore_env=helpers)
+                found = config.resolve_authconfig(registry)
         except (DockerException, ValueError, KeyError) as error:
             raise HostError(
                 f"the credentials of {registry} cannot be read ({type(error).__name__})",
@@ -272,6 +277,7 @@ class RealDocker:
 
             end = self._endpoint = find_endpoint(self.environment)
             try:
+                _knock(end.host)
                 config: Any = False
                 if end.tls:
                     config = tls.TLSConfig(
@@ -286,7 +292,16 @@ class RealDocker:
                 )
             except (DockerException, RequestException, OSError, ValueError) as error:
                 raise unreachable(error, end.host, end.origin) from None
+            weakref.finalize(self, self._client.close)
         return self._client
+
+
+def _knock(host: str) -> None:
+    """See that a socket is listened at: the SDK would wrap the system's word, and leak a socket."""
+    if host.startswith("unix://"):
+        with socket.socket(socket.AF_UNIX) as one:
+            one.settimeout(TIMEOUT_S)
+            one.connect(host.removeprefix("unix://"))
 
 
 def registry_of(reference: str) -> str:

@@ -1,0 +1,301 @@
+"""Container images: a reference resolved to content once, and that content on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from bakehouse.context import Context
+from bakehouse.errors import BakehouseError, HostError, LockError, NotFound
+from bakehouse.lock import Drift, ImagePin, Lock
+from bakehouse.ports.docker import ARCHITECTURES, ImageFacts, machine_arch
+from bakehouse.ports.docker_facts import words
+from bakehouse.sources.oci import Blob, Manifest, Reference, Registry, missing, parse
+
+UNPACKED = 3
+"""Bytes of disk that a byte of packed layers takes while it is pulled: itself, and unpacked. Engine
+images of CUDA and PyTorch unpack to about twice their packed size."""
+
+
+def pin_image(ctx: Context, reference: str, arch: str) -> ImagePin:
+    """Resolve a reference for one architecture, down to the layers, pulling nothing.
+
+    An image that only the engine has, and no registry, is pinned by its id. Raises LockError for
+    what does not exist or has vanished in part, HostError for another platform, a login, the
+    network.
+    """
+    if reference.startswith("sha256:"):
+        return _pin_local(reference, arch, _held(ctx, reference))
+    at = parse(reference)
+    held = _look(ctx, reference) if at.digest is None else None
+    if held and held.arch == arch and not _came_from(held, at):
+        ctx.progress.say(f"{reference} is this engine's own image: pinned by its id")
+        return _pin_local(reference, arch, held)
+    registry = Registry(ctx, at)
+    found = registry.manifest(at.wanted)
+    index = None
+    if found.is_index:
+        index, found = found.digest, _platform(registry, found, at, arch)
+    return _pin_manifest(registry, at, reference, arch, index, found)
+
+
+def _look(ctx: Context, reference: str) -> ImageFacts | None:
+    """What the engine holds under a name; nothing where no engine answers."""
+    try:
+        return ctx.docker.image(reference)
+    except HostError:
+        return None
+
+
+def _held(ctx: Context, reference: str) -> ImageFacts:
+    found = ctx.docker.image(reference)
+    if found is None:
+        raise NotFound(
+            "the engine does not hold this image, and no registry is named for it",
+            where=reference,
+            hint="build, load or import it first; 'docker images --no-trunc' shows what there is",
+            id="image-missing",
+        )
+    return found
+
+
+def _came_from(held: ImageFacts, at: Reference) -> bool:
+    """Whether the engine knows the image by a digest of this registry."""
+    return any(parse(known).name == at.name for known in held.digests)
+
+
+def _pin_local(reference: str, arch: str, held: ImageFacts) -> ImagePin:
+    check_platform(held, arch, reference)
+    return ImagePin(
+        reference=reference,
+        name=reference.partition("@")[0],
+        local=True,
+        id=held.id,
+        size=held.size,
+        created=held.created,
+        entrypoint=held.entrypoint,
+        cmd=held.cmd,
+        user=held.user,
+        workdir=held.workdir,
+        labels=held.labels,
+    )
+
+
+def _platform(registry: Registry, index: Manifest, at: Reference, arch: str) -> Manifest:
+    """The manifest for linux on `arch` that an index names. Raises HostError, LockError."""
+    wanted = ("linux", ARCHITECTURES[arch])
+    there: dict[tuple[str, str], str] = {}
+    for entry in index.data["manifests"]:
+        platform = entry.get("platform") or {}
+        key = (str(platform.get("os")), str(platform.get("architecture")))
+        if key == wanted and platform.get("variant") not in (None, "", "v8"):
+            continue
+        there.setdefault(key, str(entry.get("digest")))
+    if wanted not in there:
+        names = ", ".join("/".join(key) for key in sorted(there) if "unknown" not in key)
+        raise no_platform(f"{at.name}, {at.wanted}", arch, names)
+    try:
+        return registry.manifest(there[wanted])
+    except LockError as error:
+        if error.id != "manifest-unknown":
+            raise
+        raise LockError(
+            f"the registry still lists the image and has lost what it lists for {arch}: "
+            f"manifest {there[wanted]} is unknown",
+            where=f"{at.name}, {at.wanted} (index {index.digest})",
+            hint="the registry was cleaned up wrongly: name another tag, and tell its publisher",
+            id="manifest-vanished",
+        ) from None
+
+
+def no_platform(where: str, arch: str, there: str) -> HostError:
+    """Make the error for an image that is not made for an architecture."""
+    return HostError(
+        f"the image is not made for linux on {arch}; it is for {there or 'nothing that is said'}",
+        where=where,
+        hint=f"name one for {arch} under image.ref in the recipe; another would not start",
+        id="image-platform",
+    )
+
+
+def _pin_manifest(
+    registry: Registry,
+    at: Reference,
+    reference: str,
+    arch: str,
+    index: str | None,
+    found: Manifest,
+) -> ImagePin:
+    blob = found.data["config"]
+    config = _config(registry, Blob(str(blob["digest"]), int(blob["size"])), at)
+    layers = found.layers()
+    system = (str(config.get("os")), machine_arch(str(config.get("architecture"))))
+    if system != ("linux", arch):
+        raise no_platform(f"{at.name}, {at.wanted}", arch, "/".join(system))
+    for layer in layers:
+        if not registry.has(layer):
+            raise missing(f"{at.name}, {at.wanted}: a layer", layer.digest, "")
+    run = config.get("config") or {}
+    return ImagePin(
+        reference=reference,
+        name=at.name,
+        index=index,
+        digest=found.digest,
+        id=str(blob["digest"]),
+        size=sum(layer.size for layer in layers),
+        layers=len(layers),
+        created=str(config.get("created") or ""),
+        entrypoint=words(run.get("Entrypoint")),
+        cmd=words(run.get("Cmd")),
+        user=str(run.get("User") or ""),
+        workdir=str(run.get("WorkingDir") or ""),
+        labels={str(k): str(v) for k, v in (run.get("Labels") or {}).items()},
+    )
+
+
+def _config(registry: Registry, blob: Blob, at: Reference) -> dict[str, Any]:
+    data = json.loads(registry.blob(blob))
+    if not isinstance(data, dict):
+        raise HostError("the image's configuration is not JSON", where=at.name, id="registry")
+    return data
+
+
+def check_platform(found: ImageFacts, arch: str, where: str) -> None:
+    """Refuse an image for another machine: it would only say `exec format error`."""
+    if (found.system, found.arch) != ("linux", arch):
+        raise no_platform(where, arch, f"{found.system}/{found.arch}")
+
+
+def ensure_image(ctx: Context, pin: ImagePin, arch: str) -> ImageFacts:
+    """Have exactly the pinned image, pulled where the engine does not hold it.
+
+    Platform, registry and disk are looked at before anything is pulled. Raises HostError, LockError
+    where the registry no longer has it, NotFound for a local image that is gone.
+    """
+    if found := ctx.docker.image(pin.ref):
+        check_platform(found, arch, pin.reference)
+        return found
+    if pin.local:
+        raise NotFound(
+            f"the engine no longer holds the local image {pin.reference}",
+            where=pin.id,
+            hint="build or import it again, then 'invoke lock --update'; no registry has it",
+            id="image-missing",
+        )
+    facts = ctx.docker.facts()
+    if (facts.system, facts.arch) != ("linux", arch):
+        raise no_platform(f"the engine at {facts.host}", facts.arch, f"linux/{arch}")
+    _still_there(ctx, pin)
+    _room(pin, facts.root, facts.host)
+    found = _pull(ctx, pin, arch)
+    check_platform(found, arch, pin.reference)
+    if not any(known.endswith(f"@{pin.digest}") for known in found.digests):
+        raise LockError(
+            f"the engine holds another image than was pulled: {', '.join(found.digests)}",
+            where=pin.ref, hint="pull it by hand and see: docker pull " + pin.ref,
+            id="digest-mismatch",
+        )  # fmt: skip
+    return found
+
+
+def _still_there(ctx: Context, pin: ImagePin) -> None:
+    """Ask the registry for the manifest: its errors are clearer than the engine's.
+
+    An engine may have a way to the registry (a mirror, a proxy) that we have not.
+    """
+    try:
+        Registry(ctx, parse(pin.ref)).manifest(str(pin.digest))
+    except LockError as error:
+        raise LockError(
+            f"the registry no longer has what is pinned: {pin.ref}",
+            where=f"pinned from {pin.reference}",
+            hint="move the pin with 'invoke lock --update', or take the image from another "
+            "machine: docker save, docker load",
+            id=error.id,
+        ) from None
+    except HostError as error:
+        if error.id != "registry-unreachable":
+            raise
+        ctx.progress.say(f"not asked before the pull: {error.what}")
+
+
+def _room(pin: ImagePin, root: str, host: str) -> None:
+    """See that the image fits on the engine's disk, where that disk is this machine's."""
+    if not host.startswith("unix://") or not os.path.isdir(root):
+        return
+    free, need = shutil.disk_usage(root).free, pin.size * UNPACKED
+    if free < need:
+        raise HostError(
+            f"the image does not fit: about {need:,} bytes are needed ({pin.size:,} packed, and "
+            f"unpacked), {free:,} are free",
+            where=root,
+            hint="see 'docker system df' and remove what nobody needs, or move the data root",
+            id="disk-full",
+        )
+
+
+def _pull(ctx: Context, pin: ImagePin, arch: str) -> ImageFacts:
+    """Pull, saying of each layer what becomes of it."""
+    layers: dict[str, int] = {}
+    with ctx.progress.bar(f"pull {pin.reference}", "B") as bar:
+
+        def on_layer(layer: str, status: str, done: int, total: int) -> None:
+            if status == "Downloading":
+                layers[layer] = done
+            elif status in ("Download complete", "Pull complete") and total:
+                layers[layer] = total
+            note = f"{layer} {status.lower()}"
+            bar.update(min(sum(layers.values()), pin.size), pin.size, note)
+
+        return ctx.docker.pull(pin.ref, arch=arch, on_layer=on_layer)
+
+
+def moved_tags(ctx: Context, lock: Lock) -> tuple[Drift, ...]:
+    """Which tags no longer mean what the lock says. Raises HostError, LockError."""
+    found = []
+    for role, by_arch in lock.images.items():
+        for arch, pin in by_arch.items():
+            if pin.local:
+                now = _look(ctx, pin.reference)
+                if now and now.id != pin.id:
+                    found.append(_moved(role, arch, pin.id, now.id))
+            elif (at := parse(pin.reference)).digest is None:
+                digest = _now(ctx, at)
+                if digest != (pin.index or pin.digest):
+                    found.append(_moved(role, arch, str(pin.index or pin.digest), digest))
+    return tuple(found)
+
+
+def _now(ctx: Context, at: Reference) -> str:
+    try:
+        return Registry(ctx, at).manifest(at.wanted).digest
+    except LockError as error:
+        if error.id != "manifest-unknown":
+            raise
+        return "nothing: the tag is gone"
+
+
+def _moved(role: str, arch: str, locked: str, now: str) -> Drift:
+    return Drift(reason="tag-moved", where=f"{role} {arch}", locked=locked, now=now)
+
+
+def pin_images(
+    ctx: Context, images: Mapping[str, Mapping[Any, str]]
+) -> dict[str, dict[str, ImagePin]]:
+    """Pin every image of a recipe, for every architecture that it names.
+
+    What is for another machine is pinned as well: one lock serves both. Raises what `pin_image`
+    raises, naming role and architecture.
+    """
+    pins: dict[str, dict[str, ImagePin]] = {}
+    for role, by_arch in images.items():
+        for arch, reference in by_arch.items():
+            try:
+                pins.setdefault(role, {})[arch] = pin_image(ctx, reference, arch)
+            except BakehouseError as error:
+                error.where = f"{role} for {arch}: {error.where or reference}"
+                raise
+    return pins

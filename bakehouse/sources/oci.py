@@ -1,0 +1,314 @@
+"""Container registries: what a reference means there, asked without pulling anything.
+
+The registry's API is the OCI distribution specification, 1.1; tokens are fetched as the
+`WWW-Authenticate` header of a 401 says. Everything named by a digest is hashed before it counts.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import ipaddress
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from bakehouse.context import Context
+from bakehouse.errors import BakehouseError, HostError, LockError
+from bakehouse.ports.docker import Credentials
+from bakehouse.ports.docker_engine import registry_of
+from bakehouse.ports.http import Reply, Unreachable
+from bakehouse.redact import clean
+
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
+
+INDEX_TYPES = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+)
+MANIFEST_TYPES = (
+    "application/vnd.oci.image.manifest.v1+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+)
+ACCEPT = ", ".join((*INDEX_TYPES, *MANIFEST_TYPES))
+ATTEMPTS = 4
+MAX_MANIFEST = 8 * 2**20
+LONGEST_WAIT_S = 30.0
+_CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference, taken apart: `docker.io/library/debian:13`."""
+
+    registry: str
+    repository: str
+    tag: str | None
+    digest: str | None
+
+    @property
+    def name(self) -> str:
+        """Registry and repository."""
+        return f"{self.registry}/{self.repository}"
+
+    @property
+    def wanted(self) -> str:
+        """What the registry is asked for: the digest where there is one."""
+        return self.digest or self.tag or "latest"
+
+
+def parse(text: str) -> Reference:
+    """Take a reference apart, as Docker does where no registry is named."""
+    rest, _, digest = text.partition("@")
+    registry = registry_of(rest)
+    path = rest.removeprefix(f"{registry}/")
+    path, colon, tag = path.partition(":")
+    if registry in ("docker.io", "index.docker.io"):
+        registry = "docker.io"
+        path = path if "/" in path else f"library/{path}"
+    return Reference(registry, path, tag if colon else None, digest or None)
+
+
+@dataclass(frozen=True)
+class Blob:
+    """Something in a registry by content. Size in bytes."""
+
+    digest: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """An image or an index as the registry has it."""
+
+    digest: str
+    kind: str
+    data: dict[str, Any]
+
+    @property
+    def is_index(self) -> bool:
+        """Whether it lists platforms."""
+        return self.kind in INDEX_TYPES or "manifests" in self.data
+
+    def layers(self) -> tuple[Blob, ...]:
+        """The layers of an image."""
+        return tuple(Blob(str(d["digest"]), int(d["size"])) for d in self.data["layers"])
+
+
+class Registry:
+    """One repository of one registry. Make one for each task: it remembers its token."""
+
+    def __init__(self, ctx: Context, reference: Reference) -> None:
+        self._ctx = ctx
+        self._at = reference
+        self._authorization: str | None = None
+        host = {"docker.io": "registry-1.docker.io"}.get(reference.registry, reference.registry)
+        self._base = f"{_scheme(host)}://{host}/v2/{quote(reference.repository)}"
+
+    def manifest(self, wanted: str) -> Manifest:
+        """Read a manifest by tag or digest. Raises LockError (there is none), HostError."""
+        reply = self._ask("GET", f"manifests/{wanted}")
+        where = f"{self._at.name}, {clean(wanted)}"
+        if reply.status == 404:
+            raise missing(where, wanted, _code(reply))
+        digest = f"sha256:{hashlib.sha256(reply.body).hexdigest()}"
+        announced = _header(reply, "docker-content-digest") or digest
+        if digest != (wanted if wanted.startswith("sha256:") else announced):
+            raise LockError(
+                f"the registry gives another manifest than it says: {digest}",
+                where=where, hint="see what stands between here and the registry",
+                id="digest-mismatch",
+            )  # fmt: skip
+        try:
+            data = json.loads(reply.body)
+            kind = str(data.get("mediaType") or _header(reply, "content-type"))
+            known = data.get("schemaVersion") == 2 and ("manifests" in data or "layers" in data)
+        except (ValueError, AttributeError):
+            known = False
+        if not known:
+            raise HostError(
+                "the registry's answer is no image of today's kind", where=where, id="registry",
+                hint="images of schema 1 are too old for any engine of today",
+            )  # fmt: skip
+        return Manifest(digest, kind.partition(";")[0].strip(), data)
+
+    def blob(self, blob: Blob) -> bytes:
+        """Read a small blob, such as an image's configuration."""
+        reply = self._ask("GET", f"blobs/{blob.digest}")
+        if reply.status == 404:
+            raise missing(self._at.name, blob.digest, "")
+        if f"sha256:{hashlib.sha256(reply.body).hexdigest()}" != blob.digest:
+            raise LockError(
+                "the registry's content is not what its digest says",
+                where=f"{self._at.name}, {blob.digest}", id="digest-mismatch",
+                hint="see what stands between here and the registry",
+            )  # fmt: skip
+        return reply.body
+
+    def has(self, blob: Blob) -> bool:
+        """Whether the registry still holds a blob."""
+        return self._ask("HEAD", f"blobs/{blob.digest}").status != 404
+
+    def _ask(self, method: str, path: str) -> Reply:
+        """Ask, with a token once the registry wants one. 200 and 404 are given back."""
+        reply = self._send(method, f"{self._base}/{path}", self._authorization)
+        if reply.status == 401 and self._authorization is None:
+            self._authorization = self._authorize(_header(reply, "www-authenticate") or "")
+            reply = self._send(method, f"{self._base}/{path}", self._authorization)
+        if reply.status in (200, 404):
+            return reply
+        raise _refused(reply, f"{self._at.name}, {path}")
+
+    def _authorize(self, challenge: str) -> str:
+        """Give the Authorization header that a challenge asks for. Raises HostError."""
+        known = self._ctx.docker.credentials(self._at.registry)
+        if known:
+            self._ctx.redactor.add(known.password, known.identity_token)
+        kind, _, rest = challenge.partition(" ")
+        if kind.lower() == "basic":
+            if known and known.password:
+                return _basic(known)
+            raise unauthorised(self._at.name, known=known is not None)
+        fields = dict(_CHALLENGE.findall(rest))
+        realm = fields.pop("realm", "")
+        if kind.lower() != "bearer" or not (realm.startswith("https://") or _here(realm)):
+            raise HostError(
+                "the registry asks for a login of a kind that is not known", where=self._at.name,
+                id="registry", hint="see that no portal stands before the registry",
+            )  # fmt: skip
+        query = {name: fields[name] for name in ("service", "scope") if name in fields}
+        query.setdefault("scope", f"repository:{self._at.repository}:pull")
+        header = _basic(known) if known and known.password else None
+        reply = self._send("GET", f"{realm}?{urlencode(query)}", header)
+        if reply.status != 200:
+            if reply.status in (400, 401, 403):
+                raise unauthorised(self._at.name, known=known is not None)
+            raise _refused(reply, realm)
+        try:
+            answer = reply.json()
+            token = str(answer.get("token") or answer["access_token"])
+        except (ValueError, KeyError, AttributeError):
+            raise _refused(reply, realm) from None
+        self._ctx.redactor.add(token)
+        return f"Bearer {token}"
+
+    def _send(self, method: str, url: str, authorization: str | None) -> Reply:
+        """Ask, again where the registry is busy or out of reach for the moment."""
+        import tenacity  # `plan` passes through this room
+
+        headers = {"Accept": ACCEPT}
+        if authorization:
+            headers["Authorization"] = authorization
+
+        def give_up(state: RetryCallState) -> Any:
+            return state.outcome.result() if state.outcome else None
+
+        backoff = tenacity.wait_exponential(multiplier=0.5, max=20) + tenacity.wait_random(0, 0.5)
+
+        def wait(state: RetryCallState) -> float:
+            reply = (
+                None if state.outcome is None or state.outcome.failed else state.outcome.result()
+            )
+            told = _header(reply, "retry-after") if reply else None
+            return float(told) if told and told.isdigit() else backoff(state)
+
+        def busy(reply: Reply) -> bool:
+            told = _header(reply, "retry-after") or "0"
+            soon = not told.isdigit() or int(told) <= LONGEST_WAIT_S
+            return reply.status in (408, 429, 500, 502, 503, 504) and soon
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_result(busy) | tenacity.retry_if_exception_type(Unreachable),
+            stop=tenacity.stop_after_attempt(ATTEMPTS), wait=wait, sleep=self._ctx.clock.sleep,
+            retry_error_callback=give_up,
+        )  # fmt: skip
+        try:
+            reply: Reply = retrying(
+                self._ctx.http.ask, method, url, headers=headers, max_bytes=MAX_MANIFEST, timeout=30
+            )
+        except Unreachable as error:
+            raise HostError(
+                f"the registry cannot be reached: {error.why}", where=self._at.name,
+                hint="check the network, then run it again", id="registry-unreachable",
+            ) from error  # fmt: skip
+        return reply
+
+
+def _here(url: str) -> bool:
+    """Whether a URL's host is this machine: plain HTTP is spoken with no other, as engines do."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _scheme(host: str) -> str:
+    return "http" if _here(f"http://{host}") else "https"
+
+
+def _basic(known: Credentials) -> str:
+    pair = f"{known.username}:{known.password}".encode()
+    return f"Basic {base64.b64encode(pair).decode()}"
+
+
+def _header(reply: Reply, name: str) -> str | None:
+    return {key.lower(): value for key, value in reply.headers.items()}.get(name)
+
+
+def _code(reply: Reply) -> str:
+    """The registry's own word for what is wrong."""
+    try:
+        return str(reply.json()["errors"][0]["code"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        return ""
+
+
+def missing(where: str, wanted: str, code: str) -> LockError:
+    """Make the error for what a registry does not have."""
+    if code == "NAME_UNKNOWN":
+        return LockError(
+            "the registry has no such repository, or it is private", where=where,
+            hint="see that the name is right; for a private one: docker login",
+            id="image-unknown",
+        )  # fmt: skip
+    kind = "digest" if wanted.startswith("sha256:") else "tag"
+    return LockError(
+        f"the registry has no such {kind}: manifest unknown", where=where,
+        hint="tags and digests vanish when registries are cleaned up: name another one in the "
+        "recipe, or keep images that you need in a registry of your own",
+        id="manifest-unknown",
+    )  # fmt: skip
+
+
+def unauthorised(where: str, *, known: bool) -> HostError:
+    """Make the error for a login that is missing or does not do."""
+    return HostError(
+        "the registry does not let this account read the image, or does not have it"
+        if known
+        else "the registry wants a login to read the image, or does not have it",
+        where=where,
+        hint="see that the name is right; then: docker login " + where.partition("/")[0],
+        id="registry-unauthorised",
+    )
+
+
+def _refused(reply: Reply, where: str) -> BakehouseError:
+    if reply.status in (401, 403):
+        return unauthorised(where, known=True)
+    if reply.status == 429:
+        told = _header(reply, "retry-after")
+        wait = f"wait {clean(told)} seconds" if told else "wait a while"
+        return HostError(
+            "the registry has had too many requests from here (429)", where=where,
+            hint=f"{wait}, or log in with 'docker login': accounts have higher limits",
+            id="registry-limit",
+        )  # fmt: skip
+    code = clean(_code(reply))
+    return HostError(
+        f"the registry answers {reply.status}{f' ({code})' if code else ''}", where=where,
+        hint="wait a while and run it again", id="registry",
+    )  # fmt: skip
