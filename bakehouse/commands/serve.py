@@ -118,6 +118,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         lock = ensure_lock(ctx, loaded, locked=options.locked)
         record.pin(lock=digest(lock))
         wanted = wanted_server(ctx, loaded, lock, options, key)
+        prepare(ctx, wanted, options, record)
         ready = bring(
             ctx, wanted, options, record,
             lambda endpoint, known: prove(ctx, endpoint, recipe.asked, known=known),
@@ -164,8 +165,8 @@ def wanted_server(
     return Wanted(loaded, lock, compiled(plan.build), plan.serve, asked, key, folder)
 
 
-def bring(ctx: Context, wanted: Wanted, options: Options, record: Run, questions: Asking) -> Ready:
-    """Fetch, build, launch and prove what is wanted. Raises as `run` does."""
+def prepare(ctx: Context, wanted: Wanted, options: Options, record: Run) -> None:
+    """Fetch and build what is wanted, and see that it can be launched. Raises as `run` does."""
     risk = options.accept_memory_risk
     _early(ctx, wanted, record, risk)
     weights = ensure_weights(ctx, wanted.loaded, wanted.lock)
@@ -174,6 +175,10 @@ def bring(ctx: Context, wanted: Wanted, options: Options, record: Run, questions
     survey(ctx, wanted.recipe, wanted.lock, make=True)
     ensure_build(ctx, wanted.lock, wanted.build, record)
     _able(ctx, wanted, record)
+
+
+def bring(ctx: Context, wanted: Wanted, options: Options, record: Run, questions: Asking) -> Ready:
+    """Launch what was prepared, and prove it. Raises as `run` does."""
     order = _order(ctx, wanted, options.foreground)
     known = known_of(wanted.recipe, wanted.lock, wanted.loaded.folder, order.settings.plan)
     return bring_up(ctx, order, lambda endpoint: questions(endpoint, known), record)

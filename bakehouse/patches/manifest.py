@@ -5,12 +5,14 @@ Frozen types only; `sources/manifests.py` reads and writes the files.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from bakehouse.base import Frozen
 from bakehouse.recipe.fields import Hub, InnerPath, PatchId, Sha256
+from bakehouse.recipe.gate import SuiteName
 from bakehouse.recipe.scalars import Anything, Filled, Flag, Misplaced, Number, Text, Whole
 
 Commit = Annotated[Text, Field(pattern=r"^[0-9a-f]{40}$")]
@@ -39,16 +41,24 @@ class Shape(Frozen):
 
 
 class LogPattern(Frozen):
-    """A regular expression over log lines, and how often it may or must match."""
+    """A regular expression over log lines, and how many lines it may or must match.
+
+    It is looked for anywhere in a line as the engine writes it, its first 4,096 characters.
+    """
 
     pattern: Filled
     least: Count | None = None
-    """Matches at least; without either bound, once where it must appear and never where not."""
+    """Lines at least; without either bound, one where it must appear and none where not."""
     most: Count | None = None
-    """Matches at most."""
+    """Lines at most."""
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
+        try:
+            re.compile(self.pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise Misplaced(f"'{self.pattern}' is no regular expression: {error}", "pattern",
+                            about=("pattern",)) from error  # fmt: skip
         if self.least is not None and self.most is not None and self.least > self.most:
             raise Misplaced(f"least {self.least} is above most {self.most}", "least",
                             about=("least", "most"))  # fmt: skip
@@ -68,8 +78,12 @@ class Expect(Frozen):
     must_appear: tuple[LogPattern, ...] = ()
     must_not_appear: tuple[LogPattern, ...] = ()
     acceptance: Acceptance | None = None
-    suites: tuple[Filled, ...] = ()
+    suites: tuple[SuiteName, ...] = ()
     """Suites that have to pass, beside those of the recipe."""
+    speed: Annotated[Number, Field(gt=0)] | None = None
+    """Share of the unpatched server's decode speed below which it harms; by default 0.9."""
+    answers: Literal["the same", "may differ"] = "the same"
+    """Whether at temperature 0 it has to say word for word what it says without the patch."""
 
 
 class PatchVerdict(Frozen):

@@ -1,0 +1,249 @@
+"""The verdict of a patch: two servers, one without it and one with it, asked the same in turn."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bakehouse.base import digest
+from bakehouse.checks import not_passed
+from bakehouse.commands import serve
+from bakehouse.context import Context
+from bakehouse.errors import BakehouseError, BuildFailed, NotCorrect, NotHealthy, PatchError
+from bakehouse.lock import Lock, PatchPin
+from bakehouse.outcome import Outcome
+from bakehouse.patches.evidence import Side
+from bakehouse.patches.judge import Judged, judge, slower
+from bakehouse.patches.manifest import Expect
+from bakehouse.patches.measure import Measure, Read, Wants, longer, read_log, side, wants
+from bakehouse.patches.tell import evidence, lines
+from bakehouse.recipe.load import Loaded
+from bakehouse.records.store import Run
+from bakehouse.serve.control import stop
+from bakehouse.serve.proof import ON_THE_CPU
+
+SERVES = (NotHealthy, NotCorrect, BuildFailed)
+"""What says something about the build that was served, not about this machine."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is to be judged: one patch, with one recipe."""
+
+    loaded: Loaded
+    pin: PatchPin
+    patched: Lock
+    """With the patch."""
+    without: Lock
+    """The same without it, other patches in place."""
+    name: str
+    expect: Expect = field(default_factory=Expect)
+    set_: tuple[str, ...] = ()
+    accept_memory_risk: str = ""
+
+    def lock(self, name: str) -> Lock:
+        """Give the lock of a side."""
+        return self.patched if name == "with" else self.without
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of it; `record` is the run's."""
+
+    judged: Judged
+    sides: tuple[Side, Side]
+    """Without, with."""
+    evidence: dict[str, Any]
+    record: Path
+    date: str
+    text: str
+
+    def outcome(self, extra: Mapping[str, Any] | None = None, more: str = "") -> Outcome:
+        """Give the task's result: 0, or 5 for a patch that harms, or 7 where nothing is judged."""
+        word, reasons = self.judged.word, self.judged.reasons
+        result: dict[str, Any] = {
+            "verdict": word, "reasons": list(reasons), "evidence": self.evidence,
+            "record": str(self.record), "changes": [c.to_data() for c in self.judged.changes],
+            **(extra or {}),
+        }  # fmt: skip
+        error: BakehouseError | None = None
+        if word is None:
+            error = NotHealthy(
+                "the patch cannot be judged: neither server could be asked",
+                where="; ".join(reasons), hint="get the recipe to serve without the patch first",
+                id="patch-not-judged",
+            )  # fmt: skip
+        elif word == "harmful":
+            error = PatchError(
+                f"the patch harms: {reasons[0]}", where=str(self.record), id="patch-harmful",
+                hint="leave it out, or take it to whoever wrote it with this record",
+            )  # fmt: skip
+        text = "\n".join(filter(None, (self.text, more)))
+        return Outcome(result, text, self.judged.checks, error=error)
+
+
+def judge_case(ctx: Context, case: Case) -> Verdict:
+    """Build and serve both, and judge. Nothing of either server is left, however it ends.
+
+    Raises what stands in the way here: HostError, LockError, PatchError, RecipeError, UsageError.
+    """
+    recipe = case.loaded.recipe
+    what = wants(recipe, case.expect)
+    with Run.start(ctx, "patch", recipe.name, secrets=recipe.secrets) as record:
+        record.pin(lock=digest(case.patched))
+        record.fact("patch", case.pin.to_data())
+        servers = {n: _Server(ctx, case, what, n, record.id[-4:]) for n in ("without", "with")}
+        for server in servers.values():
+            server.prepare()
+        without, patched = (server.measure() for server in servers.values())
+        judged = judge(without, patched, case.expect, speculates=_speculates(case))
+        if judged.word and slower(judged.speed, case.expect):
+            ctx.progress.say("the patched server is slower: both are served again, to be sure")
+            patched = longer(patched, servers["with"].speed())
+            without = longer(without, servers["without"].speed())
+            judged = judge(without, patched, case.expect, speculates=_speculates(case))
+        found = {**evidence(judged, without, patched), "run": record.id}
+        record.check(*judged.checks)
+        record.fact("verdict", {"word": judged.word, "reasons": judged.reasons, **found})
+        record.fact("changes", [c.to_data() for c in judged.changes])
+        record.fact("sides", [_slim(without), _slim(patched)])
+        word = judged.word or "not judged"
+        code = {"harmful": PatchError.exit_code, "not judged": NotHealthy.exit_code}.get(word, 0)
+        record.finish(f"{word}: {judged.reasons[0]}", exit_code=code)
+    text = "\n".join(lines(case.name, case.pin, case.patched, judged, (without, patched)))
+    date = ctx.clock.now().isoformat(timespec="seconds")
+    return Verdict(judged, (without, patched), found, record.record, date, text)
+
+
+def without_patch(ctx: Context, lock: Lock, pin: PatchPin) -> Lock:
+    """Give the lock of the same source with all patches but one, in their order.
+
+    Raises PatchError where another patch does not apply without it, LockError, HostError.
+    """
+    from bakehouse.ports.git import Git
+    from bakehouse.sources.tree import ensure_tree, patched_tree
+
+    ensure_tree(ctx, lock)
+    left = tuple(p for p in lock.patches if p != pin)
+    if lock.source is None:
+        return lock
+    tree = patched_tree(ctx, Git(ctx.processes, ctx.environment), lock.source, left)
+    return lock.model_copy(update={"patches": left, "source_tree": tree})
+
+
+def _speculates(case: Case) -> bool:
+    return case.loaded.recipe.serve.speculation not in (None, "none")
+
+
+def _slim(one: Side) -> dict[str, Any]:
+    """What the record keeps of a side; its kinds of lines stand in the changes, and in the log."""
+    return {**one.to_data(), "kinds": len(one.kinds)}
+
+
+class _Server:
+    """One of the two servers: prepared once, served as often as it takes."""
+
+    def __init__(self, ctx: Context, case: Case, what: Wants, name: str, id_: str) -> None:
+        self._ctx = ctx
+        self._case = case
+        self._what = what
+        self._name = name
+        self._problem: str | None = None
+        self._options = serve.Options(
+            recipe=str(case.loaded.path), set_=case.set_, port="0", foreground=True,
+            accept_memory_risk=case.accept_memory_risk, instance=f"judge-{id_}-{name}",
+        )  # fmt: skip
+        self._build = ""
+        self._log = Path("server.log")
+
+    def prepare(self) -> None:
+        """Build it, unless it is there; what does not build is evidence as well."""
+        ctx, case = self._ctx, self._case
+        ctx.progress.say(f"== {case.name}: the server {self._name} the patch")
+        with self._run() as record:
+            wanted = self._wanted()
+            self._build = wanted.build.digest
+            try:
+                serve.prepare(ctx, wanted, self._options, record)
+            except SERVES as error:
+                word = "build" if isinstance(error, BuildFailed) else "serve"
+                self._problem = f"it does not {word}: {error.what}"
+                record.finish(self._problem, exit_code=error.exit_code)
+            else:
+                record.finish("prepared")
+
+    def measure(self) -> Side:
+        """Serve it, ask it everything, end it, and read its log."""
+        heard = Measure(self._ctx, self._what)
+        if self._problem:
+            return side(self._name, self._build, heard, self._log, Read(), self._problem)
+        problem, read = self._serve(heard)
+        return side(self._name, self._build, heard, self._log, read, problem)
+
+    def speed(self) -> Measure:
+        """Serve it once more, for the generation alone."""
+        heard = Measure(self._ctx, self._what, speed_only=True)
+        self._serve(heard)
+        return heard
+
+    def _serve(self, heard: Measure) -> tuple[str | None, Read]:
+        ctx, problem = self._ctx, None
+        ctx.progress.say(f"== {self._case.name}: serving {self._name} the patch")
+        with self._run() as record:
+            wanted = self._wanted()
+            try:
+                ready = serve.bring(ctx, wanted, self._options, record, heard)
+                record.finish(f"measured: {ready.evidence.summary}")
+                if ready.link:
+                    ready.link.close()
+            except SERVES as error:
+                problem = _problem(error, heard)
+                record.finish(f"measured: {error.what}", exit_code=error.exit_code)
+            finally:
+                stop(wanted.folder)
+                log = record.folder / "server.log"
+                with suppress(OSError):
+                    shutil.copyfile(wanted.folder / "server.log", log)
+                shutil.rmtree(wanted.folder, ignore_errors=True)
+            if not heard.speed_only:
+                self._log = log
+            asked = ON_THE_CPU if wanted.asked.cpu else frozenset()
+            own = (
+                str(wanted.folder),
+                wanted.build.artifact,
+                wanted.build.digest,
+                wanted.lock.stamp,
+            )
+            return problem, read_log(log, wanted.recipe.engine, self._what.patterns, own, asked)
+
+    def _wanted(self) -> serve.Wanted:
+        case, key = self._case, serve.api_key(self._ctx, self._case.loaded)
+        if key:
+            self._ctx.redactor.add(key)
+        return serve.wanted_server(
+            self._ctx, case.loaded, case.lock(self._name), self._options, key
+        )
+
+    @contextmanager
+    def _run(self) -> Iterator[Run]:
+        """Open a record of its own for this server."""
+        recipe = self._case.loaded.recipe
+        name = f"{recipe.name}-{self._name}"
+        with Run.start(self._ctx, "judge", name, secrets=recipe.secrets) as record:
+            record.pin(lock=digest(self._case.lock(self._name)))
+            yield record
+
+
+def _problem(error: BakehouseError, heard: Measure) -> str | None:
+    """Why a server could not be measured; None where its suites and its log tell all there is.
+
+    A server that was asked everything, and is still the same one afterwards, was measured, whatever
+    it answered.
+    """
+    missing = not_passed(error.checks)
+    gone = [c for c in missing if c.id.endswith("-after") and c.id != "log-after"]
+    return None if heard.asked and missing and not gone else error.what

@@ -1,0 +1,405 @@
+"""The verdict of a patch: what each kind of evidence makes of it, and that none makes it clean."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bakehouse.checks import Verdict, not_passed
+from bakehouse.lock import ArchivePin, FilePin, Lock, PatchPin
+from bakehouse.patches.contrast import contrast, tail
+from bakehouse.patches.evidence import Grave, Side, Spoken, speed_of
+from bakehouse.patches.generation import Item, read
+from bakehouse.patches.judge import Judged, judge, parting, slower
+from bakehouse.patches.kinds import Kind, kinds_of
+from bakehouse.patches.manifest import Expect
+from bakehouse.patches.measure import read_log
+from bakehouse.patches.tell import evidence, lines
+from bakehouse.probe.reply import Told
+from bakehouse.records.model import SuiteRecord
+
+QUIET = ["0.00.000.001 I srv  start", *["0.00.000.002 I slot 1 | done"] * 12]
+PLAIN = Expect()
+
+
+def suites(**verdicts: str) -> tuple[SuiteRecord, ...]:
+    return tuple(
+        SuiteRecord.model_validate({"suite": name, "verdict": verdict, "summary": "as told"})
+        for name, verdict in verdicts.items()
+    )
+
+
+def rounds(
+    rate: float = 20.0, spread: float = 0.5, text: str = "a harbour", **more: Any
+) -> tuple[tuple[Spoken, ...], ...]:
+    """Three rounds of two items, `rate` tokens a second give or take `spread`."""
+    speeds = (rate - spread, rate, rate + spread)
+    return tuple(
+        tuple(
+            Spoken(item=name, text=f"{text} {name}", tokens=60, seconds=60 / speed,
+                   drafted=0, accepted=0).model_copy(update=more)
+            for name in ("prose", "code")
+        )
+        for speed in speeds
+    )  # fmt: skip
+
+
+def side(name: str = "with", log: list[str] | None = None, **over: Any) -> Side:
+    written = QUIET if log is None else log
+    fields: dict[str, Any] = {
+        "name": name, "build": "b" * 64, "asked": True, "requests": 30,
+        "suites": suites(facts="true", fluency="true"), "rounds": rounds(),
+        "kinds": kinds_of(written), "lines": len(written), "log": f"{name}/server.log", **over,
+    }  # fmt: skip
+    return Side(**fields)
+
+
+BASE = side("without")
+
+
+def verdict(patched: Side, without: Side = BASE, expect: Expect = PLAIN, **more: Any) -> Judged:
+    found = judge(without, patched, expect, **more)
+    assert found.reasons
+    if found.word in ("clean", "no effect"):
+        assert not [c for c in not_passed(found.checks) if c.verdict is Verdict.UNKNOWN]
+    return found
+
+
+def errors(count: int, text: str = "llama_decode[1] returned -1") -> list[str]:
+    return [f"0.07.{n % 1000:03d}.118 E {text}" for n in range(count)]
+
+
+def test_what_shows_in_nothing_has_no_effect() -> None:
+    found = verdict(side())
+    assert found.word == "no effect"
+    assert all(c.passed for c in found.checks)
+    assert found.speed
+    assert found.speed.ratio == 1.0
+
+
+def test_a_difference_that_is_no_worse_is_clean() -> None:
+    found = verdict(side(log=[*QUIET, "0.00.000.003 I srv  the patch is in"]))
+    assert found.word == "clean"
+    assert "the patch is in" in found.reasons[0]
+
+
+def test_one_kind_of_error_that_only_the_patched_run_has() -> None:
+    found = verdict(side(log=[*QUIET, *errors(2661)]))
+    assert found.word == "experimental"
+    assert "2,661 times, never without: llama_decode[1] returned <n>" in found.reasons[0]
+    (bad,) = not_passed(found.checks)
+    assert bad.id == "patch.log.new"
+    assert bad.where.startswith("with/server.log:14: llama_decode[1]")
+
+
+def test_an_error_that_was_there_before_is_not_the_patch() -> None:
+    before = side("without", log=[*QUIET, *errors(100)])
+    assert verdict(side(log=[*QUIET, *errors(103)]), before).word == "no effect"
+    found = verdict(side(log=[*QUIET, *errors(400)]), before)
+    assert found.word == "experimental"
+    assert "more often" in found.reasons[0]
+
+
+def test_one_part_that_fails_is_not_another() -> None:
+    before = side("without", log=[*QUIET, *errors(50, "llama_decode[0] returned -1")])
+    found = verdict(side(log=[*QUIET, *errors(50, "llama_decode[1] returned -1")]), before)
+    assert found.word == "experimental"
+
+
+@pytest.mark.parametrize(
+    ("over", "word", "says"),
+    [
+        ({"suites": suites(facts="wrong", fluency="true")}, "harmful", "suite facts passes"),
+        ({"suites": suites(facts="true", fluency="unstable")}, "harmful", "suite fluency"),
+        ({"suites": suites(facts="true")}, "experimental", "fluency"),
+        ({"suites": suites(facts="true (provisional)", fluency="true")}, "no effect", "nothing"),
+        ({"problem": "it died: SIGSEGV"}, "harmful", "it died: SIGSEGV"),
+        ({"problem": "it does not build: x.cpp:1", "asked": False}, "harmful", "does not build"),
+        ({"rounds": rounds(rate=15.0)}, "harmful", "slower: x0.75"),
+        ({"rounds": rounds(rate=19.0)}, "no effect", "nothing"),
+        ({"rounds": rounds(rate=25.0)}, "clean", "faster: x1.25"),
+        ({"rounds": rounds(text="another harbour")}, "experimental", "prose: parts after"),
+        ({"rounds": rounds(problem="HTTP 500: it broke")}, "harmful", "HTTP 500: it broke"),
+        ({"rounds": ()}, "experimental", "nothing was generated"),
+        ({"rounds": rounds(seconds=None)}, "experimental", "decode speed is not known"),
+        ({"beyond": 1}, "experimental", "too many kinds"),
+        ({"kinds": (), "lines": 0}, "experimental", "too many kinds"),
+        ({"graves": (Grave(id="x", severity="silent", count=2, line_number=3, line="l"),)},
+         "harmful", "silent: x, 2 times"),
+        ({"graves": (Grave(id="x", severity="lost", count=2, line_number=3, line="l"),)},
+         "experimental", "lost: x, 2 times"),
+    ],
+)  # fmt: skip
+def test_what_evidence_makes_of_it(over: Mapping[str, Any], word: str, says: str) -> None:
+    found = verdict(side(**over))
+    assert found.word == word
+    assert says in " | ".join(found.reasons)
+
+
+def test_noise_is_no_difference() -> None:
+    found = verdict(
+        side(rounds=rounds(rate=15.0, spread=4.0)), side("without", rounds=rounds(20.0, 2.0))
+    )
+    assert found.word == "no effect"
+    assert found.speed
+    assert "inside the noise" in str(found.speed)
+
+
+def test_answers_may_differ_where_the_patch_says_so() -> None:
+    expect = Expect.model_validate({"answers": "may differ"})
+    found = verdict(side(rounds=rounds(text="another")), expect=expect)
+    assert found.word == "clean"
+    assert found.reasons == ("prose is answered otherwise", "code is answered otherwise")
+
+
+def test_servers_that_differ_from_themselves_cannot_be_compared() -> None:
+    mixed = (*rounds(text="one")[:1], *rounds(text="two")[:1], *rounds(text="three")[:1])
+    found = verdict(side(rounds=mixed))
+    assert found.word == "experimental"
+    assert "cannot be compared" in found.reasons[0]
+
+
+def test_a_fix_is_judged_by_the_suites_that_only_it_passes() -> None:
+    """Image requests fail without the patch: what they answer with it is judged by the suite."""
+    before = side(
+        "without", log=[*QUIET, *errors(6, "decode: failed to initialize batch")],
+        suites=suites(facts="true", vision="wrong"),
+        rounds=tuple((*each, Spoken(item="image", problem="HTTP 500")) for each in rounds()),
+    )  # fmt: skip
+    seen = Spoken(item="image", text="maps", tokens=60, seconds=3.0, drafted=0, accepted=0)
+    after = side(
+        suites=suites(facts="true", vision="true"),
+        rounds=tuple((*each, seen) for each in rounds()),
+    )
+    found = verdict(after, before)
+    assert found.word == "clean"
+    assert "suite vision passes with the patch only" in found.reasons
+    image = next(c for c in found.checks if c.id == "patch.answers.image")
+    assert "HTTP 500" in image.observed
+    assert "judge it instead" in image.observed
+    blind = after.model_copy(update={"suites": suites(facts="true")})
+    assert verdict(blind, before.model_copy(update={"suites": suites(facts="true")})).word == (
+        "experimental"
+    )
+
+
+def test_without_a_server_to_compare_with_nothing_is_clean() -> None:
+    dead = side("without", asked=False, problem="it ended", suites=(), rounds=(), kinds=(), lines=0)
+    found = verdict(side(), dead)
+    assert found.word == "experimental"
+    assert "could not be compared with: it ended" in found.reasons[0]
+    lame = side("without", problem="it died in the middle")
+    assert verdict(side(), lame).word == "experimental"
+    nothing = judge(dead, side(asked=False, problem="it ended too"), PLAIN)
+    assert nothing.word is None
+    assert nothing.reasons == ("with: it ended too", "without: it ended")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "word"),
+    [
+        ((1000, 360), (1000, 365), "no effect"),
+        ((1000, 360), (1000, 250), "harmful"),
+        ((1000, 360), (0, 0), "harmful"),
+        ((1000, 360), (1000, 340), "no effect"),
+        ((10, 5), (10, 4), "no effect"),
+        ((0, 0), (1000, 300), "experimental"),
+        ((0, 0), (0, 0), "experimental"),
+    ],
+)
+def test_acceptance(old: tuple[int, int], new: tuple[int, int], word: str) -> None:
+    def drafts(made: int, kept: int) -> tuple[tuple[Spoken, ...], ...]:
+        first, *rest = rounds()
+        one = first[0].model_copy(update={"drafted": made, "accepted": kept})
+        return ((one, *first[1:]), *rest)
+
+    before = side("without", rounds=drafts(*old))
+    found = verdict(side(rounds=drafts(*new)), before, speculates=True)
+    assert found.word == word
+    bounds = Expect.model_validate({"acceptance": {"least": 0.3, "most": 0.99}})
+    bounded = verdict(side(rounds=drafts(*new)), before, bounds, speculates=True)
+    low = new[0] > 0 and new[1] / new[0] < 0.3
+    assert bounded.word == ("harmful" if low else word)
+
+
+PATTERN = r"llama_decode\[\d\] returned -?\d+"
+
+
+@pytest.mark.parametrize(
+    ("expect", "now", "before", "word"),
+    [
+        ({"must_appear": [{"pattern": "p"}]}, 3, 0, "clean"),
+        ({"must_appear": [{"pattern": "p"}]}, 0, 0, "no effect"),
+        ({"must_appear": [{"pattern": "p"}]}, 3, 3, "no effect"),
+        ({"must_appear": [{"pattern": "p", "least": 5}]}, 3, 0, "no effect"),
+        ({"must_appear": [{"pattern": "p", "least": 2, "most": 4}]}, 3, 0, "clean"),
+        ({"must_appear": [{"pattern": "p"}]}, 0, 4, "experimental"),
+        ({"must_not_appear": [{"pattern": "p"}]}, 0, 6, "clean"),
+        ({"must_not_appear": [{"pattern": "p"}]}, 6, 6, "no effect"),
+        ({"must_not_appear": [{"pattern": "p"}]}, 0, 0, "no effect"),
+        ({"must_not_appear": [{"pattern": "p"}]}, 1, 0, "experimental"),
+        ({"must_not_appear": [{"pattern": "p"}]}, 9, 6, "experimental"),
+        ({"must_not_appear": [{"pattern": "p", "most": 10}]}, 9, 6, "no effect"),
+    ],
+)
+def test_what_the_manifest_expects_of_the_log(
+    expect: Mapping[str, Any], now: int, before: int, word: str
+) -> None:
+    found = verdict(
+        side(matches={"p": now}), side("without", matches={"p": before}),
+        Expect.model_validate(expect),
+    )  # fmt: skip
+    assert found.word == word
+    unseen = verdict(side(), side("without"), Expect.model_validate(expect))
+    assert unseen.word == "experimental"
+
+
+def test_an_expected_suite_that_nobody_asked_is_not_passed() -> None:
+    expect = Expect.model_validate({"suites": ["vision"]})
+    assert verdict(side(), expect=expect).word == "experimental"
+    both = suites(facts="true", fluency="true", vision="wrong")
+    found = verdict(side(suites=both), side("without", suites=both), expect)
+    assert found.word == "no effect"
+    assert found.reasons == ("suite vision passes neither with the patch nor without",)
+    assert verdict(side(suites=both), side("without", suites=both)).word == "experimental"
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "suites": st.sampled_from([suites(), suites(facts="true"), suites(facts="wrong")]),
+            "rounds": st.sampled_from([(), rounds(), rounds(9.0), rounds(problem="x")]),
+            "problem": st.sampled_from([None, "it died"]),
+            "asked": st.booleans(),
+            "beyond": st.integers(0, 1),
+            "log": st.sampled_from([[], QUIET, [*QUIET, *errors(3)]]),
+        }
+    ),
+    st.fixed_dictionaries(
+        {
+            "suites": st.sampled_from([suites(), suites(facts="true"), suites(facts="wrong")]),
+            "rounds": st.sampled_from([(), rounds(), rounds(problem="x")]),
+            "problem": st.sampled_from([None, "it died"]),
+            "asked": st.booleans(),
+            "log": st.sampled_from([[], QUIET, [*QUIET, *errors(3)]]),
+        }
+    ),
+)
+def test_clean_is_never_said_of_missing_evidence(
+    now: dict[str, Any], before: dict[str, Any]
+) -> None:
+    found = judge(side("without", **before), side(**now), PLAIN)
+    assert found.reasons
+    if found.word in ("clean", "no effect"):
+        assert all(c.passed for c in found.checks)
+        assert now["asked"]
+        assert not now["problem"]
+        assert not before["problem"]
+        assert now["log"]
+        assert now["rounds"]
+    if found.word == "harmful":
+        assert any(c.verdict is Verdict.FAILED for c in found.checks)
+
+
+@given(st.integers(0, 300), st.integers(0, 300))
+def test_a_tail_is_a_probability(a: int, b: int) -> None:
+    exact = sum(math.comb(a + b, k) for k in range(a, a + b + 1)) / 2 ** (a + b)
+    assert tail(a, b, 0.5) == pytest.approx(exact, rel=1e-6, abs=1e-12)
+
+
+def test_a_tail_of_many_is_near_the_exact_one() -> None:
+    assert tail(2100, 1900, 0.5) == pytest.approx(tail(2101, 1900, 0.5), rel=0.2)
+
+
+@given(st.integers(1, 4000))
+def test_a_log_against_itself_shows_nothing(count: int) -> None:
+    kind = Kind(level="error", text="x", count=count, line_number=1, line="x")
+    assert contrast([kind], [kind]) == ()
+
+
+def test_work_counts_in_a_comparison() -> None:
+    """Twice as many requests log twice as many lines."""
+    one = Kind(level="error", text="x", count=100, line_number=1, line="x")
+    two = one.model_copy(update={"count": 200})
+    assert contrast([one], [two], share=2 / 3) == ()
+    (raised,) = contrast([one], [two])
+    assert raised.how == "raised"
+    (lowered,) = contrast([two], [one])
+    assert lowered.how == "lowered"
+
+
+def test_speed_is_of_what_both_answered() -> None:
+    broken = tuple((a, b.model_copy(update={"problem": "x"})) for a, b in rounds(10.0, 0.0))
+    found = speed_of(side("without"), side(rounds=broken))
+    assert found
+    assert found.patched == pytest.approx(10.0)
+    assert slower(found, PLAIN)
+    assert not slower(found, Expect.model_validate({"speed": 0.4}))
+    assert speed_of(side("without"), side(rounds=rounds(problem="x"))) is None
+
+
+def test_where_two_texts_part() -> None:
+    assert parting("abcd", "abXd").startswith("parts after 2 of 4 characters: 'Xd' where 'cd'")
+    assert parting("ab", "abc").startswith("parts after 2 of 3 characters: 'c' where ''")
+
+
+def test_an_answer_is_read_with_its_timings() -> None:
+    item = Item("prose", "completion")
+    choice = {"choices": [{"text": "x"}], "usage": {"completion_tokens": 5}}
+    timings = {"predicted_n": 7, "predicted_ms": 350.0, "draft_n": 4, "draft_n_accepted": 3}
+    found = read(item, Told({**choice, "timings": timings}, seconds=9.0))
+    assert (found.tokens, found.seconds, found.drafted, found.accepted) == (7, 0.35, 4, 3)
+    found = read(item, Told(choice, seconds=2.0))
+    assert (found.tokens, found.seconds, found.drafted) == (5, 2.0, None)
+    found = read(item, Told({**choice, "timings": {"predicted_ms": "soon", "draft_n": True}}))
+    assert (found.tokens, found.seconds, found.drafted) == (None, None, 0)
+    assert read(item, Told(problem="HTTP 500", http_status=500)).problem == "HTTP 500"
+
+
+@given(st.lists(st.sampled_from([*errors(2), *QUIET, "", "x" * 5000]), max_size=30))
+def test_a_log_is_read_once_for_everything(written: list[str]) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "server.log")
+        path.write_text("".join(f"{line}\n" for line in written))
+        found = read_log(path, "llama.cpp", (PATTERN, "^$"), (), frozenset())
+    count = sum(bool(re.search(PATTERN, line)) for line in written)
+    assert found.matches == {PATTERN: count, "^$": written.count("")}
+    assert {g.id: g.count for g in found.graves} == ({"draft-head-failing": count} if count else {})
+    assert found.lines == len(written)
+
+
+def test_what_is_told_is_clean_and_whole() -> None:
+    hostile = side(log=[*QUIET, "0.00.000.001 E \x1b]0;x\x07 \u202e broke"])
+    found = verdict(hostile)
+    pin = PatchPin(id="7", file=FilePin(path="p", size=1, sha256="c" * 64))
+    source = ArchivePin(
+        origin="a",
+        file=FilePin(path="a", size=1, sha256="a" * 64),
+        folder=".",
+        tree="5" * 40,
+        date=1,
+    )
+    lock = Lock(recipe="r", engine="llama.cpp", wants="0", source=source, source_tree="6" * 40,
+                patches=(pin,), weights={})  # fmt: skip
+    told = lines("o/n#7", pin, lock, found, (BASE, hostile))
+    assert all(line.isprintable() for line in told)
+    assert told[-1].startswith("EXPERIMENTAL: ")
+    kept = evidence(found, BASE, hostile)
+    assert kept["errors"][0]["with"] == 1
+    assert kept["speed"].startswith("x1.00")
+    assert kept["suites"] == {"facts": "true, without true", "fluency": "true, without true"}
+
+
+@pytest.mark.parametrize("pattern", ["(", "[", "a{2,1}", "(?P<x"])
+def test_a_pattern_that_is_none_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="no regular expression"):
+        Expect.model_validate({"must_appear": [{"pattern": pattern}]})
