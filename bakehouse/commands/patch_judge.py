@@ -13,6 +13,7 @@ from bakehouse.base import digest
 from bakehouse.checks import not_passed
 from bakehouse.commands import serve
 from bakehouse.context import Context
+from bakehouse.engines.engine import engine_of
 from bakehouse.errors import BakehouseError, BuildFailed, NotCorrect, NotHealthy, PatchError
 from bakehouse.lock import Lock, PatchPin
 from bakehouse.outcome import Outcome
@@ -24,7 +25,6 @@ from bakehouse.patches.tell import evidence, lines
 from bakehouse.recipe.load import Loaded
 from bakehouse.records.store import Run
 from bakehouse.serve.control import stop
-from bakehouse.serve.proof import ON_THE_CPU
 
 SERVES = (NotHealthy, NotCorrect, BuildFailed)
 """What says something about the build that was served, not about this machine."""
@@ -101,7 +101,7 @@ def judge_case(ctx: Context, case: Case) -> Verdict:
             server.prepare()
         without, patched = (server.measure() for server in servers.values())
         judged = judge(without, patched, case.expect, speculates=_speculates(case))
-        if judged.word and slower(judged.speed, case.expect):
+        if slower(judged.speed, case.expect) and judged.harms == 1:
             ctx.progress.say("the patched server is slower: both are served again, to be sure")
             patched = longer(patched, servers["with"].speed())
             without = longer(without, servers["without"].speed())
@@ -211,14 +211,13 @@ class _Server:
                 shutil.rmtree(wanted.folder, ignore_errors=True)
             if not heard.speed_only:
                 self._log = log
-            asked = ON_THE_CPU if wanted.asked.cpu else frozenset()
-            own = (
-                str(wanted.folder),
-                wanted.build.artifact,
-                wanted.build.digest,
-                wanted.lock.stamp,
-            )
-            return problem, read_log(log, wanted.recipe.engine, self._what.patterns, own, asked)
+            return problem, self._read(wanted, log)
+
+    def _read(self, wanted: serve.Wanted, log: Path) -> Read:
+        engine = wanted.recipe.engine
+        own = (str(wanted.folder), wanted.build.artifact, wanted.build.digest, wanted.lock.stamp)
+        asked_for = engine_of(engine).asked_for(wanted.asked)
+        return read_log(log, engine, self._what.patterns, own, asked_for)
 
     def _wanted(self) -> serve.Wanted:
         case, key = self._case, serve.api_key(self._ctx, self._case.loaded)

@@ -39,6 +39,8 @@ class Judged:
     changes: tuple[Change, ...]
     """Kinds of log lines that differ."""
     speed: Speed | None
+    harms: int = 0
+    """How many checks say that it harms."""
 
 
 @dataclass
@@ -83,7 +85,8 @@ def judge(without: Side, patched: Side, expect: Expect, *, speculates: bool = Fa
         _log(court, without, patched, changes)
         _patterns(court, without, patched, expect)
     word = _word(court)
-    return Judged(word, _reasons(court, word), tuple(court.checks), changes, speed)
+    harms = len(court.weighed("harmful"))
+    return Judged(word, _reasons(court, word), tuple(court.checks), changes, speed, harms)
 
 
 def _word(court: _Court) -> Word:

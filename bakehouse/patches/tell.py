@@ -78,7 +78,10 @@ def _checks(checks: Sequence[Check]) -> list[str]:
 def _changes(changes: Sequence[Change]) -> list[str]:
     if not changes:
         return ["log         every kind of line as often with the patch as without"]
-    rows = [f"log         {len(changes)} kinds of lines differ; with and without, times:"]
+    kinds = (
+        "1 kind of line differs" if len(changes) == 1 else f"{len(changes)} kinds of lines differ"
+    )
+    rows = [f"log         {kinds}; how often with the patch, and without:"]
     for one in changes[:SHOWN]:
         rows.append(f"  {one.level:8} {one.patched:>9,} {one.without:>9,}  {one.text}"[:200])
     if len(changes) > SHOWN:

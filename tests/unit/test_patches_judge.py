@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +11,11 @@ from hypothesis import strategies as st
 
 from bakehouse.checks import Verdict, not_passed
 from bakehouse.lock import ArchivePin, FilePin, Lock, PatchPin
-from bakehouse.patches.contrast import contrast, tail
 from bakehouse.patches.evidence import Grave, Side, Spoken, speed_of
-from bakehouse.patches.generation import Item, read
 from bakehouse.patches.judge import Judged, judge, parting, slower
-from bakehouse.patches.kinds import Kind, kinds_of
+from bakehouse.patches.kinds import kinds_of
 from bakehouse.patches.manifest import Expect
-from bakehouse.patches.measure import read_log
 from bakehouse.patches.tell import evidence, lines
-from bakehouse.probe.reply import Told
 from bakehouse.records.model import SuiteRecord
 
 QUIET = ["0.00.000.001 I srv  start", *["0.00.000.002 I slot 1 | done"] * 12]
@@ -229,9 +222,6 @@ def test_acceptance(old: tuple[int, int], new: tuple[int, int], word: str) -> No
     assert bounded.word == ("harmful" if low else word)
 
 
-PATTERN = r"llama_decode\[\d\] returned -?\d+"
-
-
 @pytest.mark.parametrize(
     ("expect", "now", "before", "word"),
     [
@@ -308,33 +298,6 @@ def test_clean_is_never_said_of_missing_evidence(
         assert any(c.verdict is Verdict.FAILED for c in found.checks)
 
 
-@given(st.integers(0, 300), st.integers(0, 300))
-def test_a_tail_is_a_probability(a: int, b: int) -> None:
-    exact = sum(math.comb(a + b, k) for k in range(a, a + b + 1)) / 2 ** (a + b)
-    assert tail(a, b, 0.5) == pytest.approx(exact, rel=1e-6, abs=1e-12)
-
-
-def test_a_tail_of_many_is_near_the_exact_one() -> None:
-    assert tail(2100, 1900, 0.5) == pytest.approx(tail(2101, 1900, 0.5), rel=0.2)
-
-
-@given(st.integers(1, 4000))
-def test_a_log_against_itself_shows_nothing(count: int) -> None:
-    kind = Kind(level="error", text="x", count=count, line_number=1, line="x")
-    assert contrast([kind], [kind]) == ()
-
-
-def test_work_counts_in_a_comparison() -> None:
-    """Twice as many requests log twice as many lines."""
-    one = Kind(level="error", text="x", count=100, line_number=1, line="x")
-    two = one.model_copy(update={"count": 200})
-    assert contrast([one], [two], share=2 / 3) == ()
-    (raised,) = contrast([one], [two])
-    assert raised.how == "raised"
-    (lowered,) = contrast([two], [one])
-    assert lowered.how == "lowered"
-
-
 def test_speed_is_of_what_both_answered() -> None:
     broken = tuple((a, b.model_copy(update={"problem": "x"})) for a, b in rounds(10.0, 0.0))
     found = speed_of(side("without"), side(rounds=broken))
@@ -348,33 +311,6 @@ def test_speed_is_of_what_both_answered() -> None:
 def test_where_two_texts_part() -> None:
     assert parting("abcd", "abXd").startswith("parts after 2 of 4 characters: 'Xd' where 'cd'")
     assert parting("ab", "abc").startswith("parts after 2 of 3 characters: 'c' where ''")
-
-
-def test_an_answer_is_read_with_its_timings() -> None:
-    item = Item("prose", "completion")
-    choice = {"choices": [{"text": "x"}], "usage": {"completion_tokens": 5}}
-    timings = {"predicted_n": 7, "predicted_ms": 350.0, "draft_n": 4, "draft_n_accepted": 3}
-    found = read(item, Told({**choice, "timings": timings}, seconds=9.0))
-    assert (found.tokens, found.seconds, found.drafted, found.accepted) == (7, 0.35, 4, 3)
-    found = read(item, Told(choice, seconds=2.0))
-    assert (found.tokens, found.seconds, found.drafted) == (5, 2.0, None)
-    found = read(item, Told({**choice, "timings": {"predicted_ms": "soon", "draft_n": True}}))
-    assert (found.tokens, found.seconds, found.drafted) == (None, None, 0)
-    assert read(item, Told(problem="HTTP 500", http_status=500)).problem == "HTTP 500"
-
-
-@given(st.lists(st.sampled_from([*errors(2), *QUIET, "", "x" * 5000]), max_size=30))
-def test_a_log_is_read_once_for_everything(written: list[str]) -> None:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "server.log")
-        path.write_text("".join(f"{line}\n" for line in written))
-        found = read_log(path, "llama.cpp", (PATTERN, "^$"), (), frozenset())
-    count = sum(bool(re.search(PATTERN, line)) for line in written)
-    assert found.matches == {PATTERN: count, "^$": written.count("")}
-    assert {g.id: g.count for g in found.graves} == ({"draft-head-failing": count} if count else {})
-    assert found.lines == len(written)
 
 
 def test_what_is_told_is_clean_and_whole() -> None:

@@ -15,6 +15,7 @@ from bakehouse.patches import kinds as module
 from bakehouse.patches.contrast import contrast
 from bakehouse.patches.kinds import Kinds, kind_of, kinds_of, read_kinds
 from bakehouse.redact import clean
+from bakehouse.signatures.text import without_colours
 
 LOGS = Path(__file__).resolve().parents[1] / "data" / "logs"
 
@@ -137,7 +138,7 @@ def test_however_it_is_cut_the_kinds_are_the_same(lines: list[str], step: int) -
 @given(st.lists(WORDS, max_size=30))
 def test_each_line_counts_once(lines: list[str]) -> None:
     found = kinds_of(lines)
-    said = [line for line in lines if module.outline(module.without_colours(line.encode())).strip()]
+    said = [line for line in lines if module.outline(without_colours(line.encode())).strip()]
     assert sum(k.count for k in found) == len(said)
     assert len({(k.level, k.text) for k in found}) == len(found)
 
