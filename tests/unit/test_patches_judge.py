@@ -146,7 +146,7 @@ def test_noise_is_no_difference() -> None:
 
 
 def test_answers_may_differ_where_the_patch_says_so() -> None:
-    expect = Expect.model_validate({"answers": "may differ"})
+    expect = Expect.model_validate({"answers_may_differ": True})
     found = verdict(side(rounds=rounds(text="another")), expect=expect)
     assert found.word == "clean"
     assert found.reasons == ("prose is answered otherwise", "code is answered otherwise")
