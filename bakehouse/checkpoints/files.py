@@ -19,6 +19,7 @@ from bakehouse.checkpoints.whole import Checkpoint, CheckpointFile
 from bakehouse.errors import CheckpointError, NotFound
 
 SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+SHARD_NAME = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
 INDEX = "model.safetensors.index.json"
 MAX_INDEX = 256 * 2**20
 
@@ -158,6 +159,8 @@ def _safetensors(paths: Sequence[Path], folder: Path) -> Checkpoint:
                 hint="fetch all shards that the index names",
             )
         paths = [folder / name for name in names]
+    else:
+        check_numbers([path.name for path in paths], str(folder))
     files = []
     for path in paths:
         with FileSource(path) as source:
@@ -166,6 +169,22 @@ def _safetensors(paths: Sequence[Path], folder: Path) -> Checkpoint:
     check_shards(files, index)
     config, shape = _config(folder / "config.json")
     return Checkpoint("safetensors", tuple(files), shape, config)
+
+
+def check_numbers(names: Sequence[str], where: str) -> None:
+    """See that of shards which are numbered in their names all are there. Raises NotFound."""
+    have: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        if found := SHARD_NAME.match(name):
+            have.setdefault((found["stem"], found["count"]), set()).add(int(found["number"]))
+    for (stem, count), numbers in have.items():
+        if missing := sorted(set(range(1, int(count) + 1)) - numbers):
+            shown = ", ".join(f"{stem}-{n:05d}-of-{count}.safetensors" for n in missing[:4])
+            raise NotFound(
+                f"{len(missing)} of {int(count)} shards are not there: {shown}",
+                where=where,
+                hint="fetch all of them; a model is loaded whole",
+            )
 
 
 def read_index(path: Path) -> dict[str, str]:

@@ -22,8 +22,12 @@ MAX_HEADER = 256 * 2**20
 MAX_TENSORS = 500_000
 MAX_STRING = 4 * 2**20
 """Bytes of one kept string; the longest chat templates take about 0.1 MiB."""
+MAX_KEYS = 65_536
+"""Metadata keys; files have about 50."""
 MAX_KEPT = 4096
 """Elements of an array that are kept; of longer ones only the type and the count are."""
+MAX_KEPT_IN_ALL = 2**18
+"""Elements of all kept arrays together; what follows is passed over like a long array."""
 MAX_KEY = 65_535
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
@@ -82,6 +86,7 @@ class _Cursor:
     def __init__(self, source: ByteSource) -> None:
         self.source = source
         self.limit = min(source.size, MAX_HEADER)
+        self.may_keep = MAX_KEPT_IN_ALL
         self._window = b""
         self._base = 0
         self._at = 0
@@ -185,7 +190,7 @@ def read_gguf(source: ByteSource) -> GgufHeader:
     tensor_count, key_count = _COUNTS.unpack(cursor.take(16, "the counts"))
     if tensor_count > MAX_TENSORS or tensor_count * 24 > cursor.left:
         raise cursor.fail(f"{tensor_count} tensors are declared, more than can be there")
-    if key_count * 13 > cursor.left:
+    if key_count > MAX_KEYS or key_count * 13 > cursor.left:
         raise cursor.fail(f"{key_count} metadata keys are declared, more than can be there")
     metadata = _metadata(cursor, key_count)
     alignment = _alignment(cursor, metadata)
@@ -245,12 +250,14 @@ def _value(cursor: _Cursor, key: str) -> Any:
     if code := _SCALARS.get(element):
         width = struct.calcsize("<" + code)
         cursor.need(count * width, what)
-        if count <= MAX_KEPT:
+        if count <= min(MAX_KEPT, cursor.may_keep):
+            cursor.may_keep -= count
             return _scalars(cursor, key, element, code, count)
         cursor.skip(count * width, what)
     elif element == _STRING:
         cursor.need(count * 8, what)
-        if count <= 64:
+        if count <= min(64, cursor.may_keep):
+            cursor.may_keep -= count
             return [cursor.text(what, MAX_STRING) for _ in range(count)]
         cursor.skip_strings(count, what)
     else:

@@ -1,14 +1,16 @@
 """A checkpoint rewritten into small shards: streamed by offset, verified by hash, all or nothing.
 
-Output is made in `OUT.part` and renamed to `OUT` last. What is whole in `OUT.part` is kept when
-the same cut is asked for again, and is verified like the rest.
+Output is made in `OUT.part` and renamed to `OUT` when all of it is verified and on disk. Whenever
+it was ended, asking for the same cut again goes on from what is whole, and verifies that too.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bakehouse.checkpoints.copying import copy_range, forget, sha256_range
-from bakehouse.checkpoints.files import INDEX, check_shards, read_index
+from bakehouse.checkpoints.files import INDEX, check_numbers, check_shards, read_index
 from bakehouse.checkpoints.reader import FileSource
 from bakehouse.checkpoints.safetensors import SafetensorsHeader, read_safetensors
 from bakehouse.checkpoints.shards import Cut, Placed, Shard, cut
@@ -28,6 +30,9 @@ WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".
 NOTE = ".bakehouse-reshard.json"
 MARGIN = 64 * 2**20
 """Bytes of disk that are left free."""
+WRITERS = 2
+"""Shards that are written at the same time."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,15 @@ def read_source(folder: Path) -> Source:
         p.name for p in folder.glob("*.safetensors")
     )  # fmt: skip
     if not names:
-        raise NotFound("there is no safetensors file to reshard", where=str(folder),
-                       hint="give the folder of a safetensors checkpoint")  # fmt: skip
+        gguf = any(folder.glob("*.gguf"))
+        raise NotFound(
+            "there is no safetensors file to reshard" + (", only GGUF files" if gguf else ""),
+            where=str(folder),
+            hint="split those with llama-gguf-split --split-max-size" if gguf
+            else "give the folder of a safetensors checkpoint, with its weights",
+        )  # fmt: skip
+    if index is None:
+        check_numbers(names, str(folder))
     paths = tuple(folder / name for name in names)
     headers = [_header(path) for path in paths]
     kept: dict[str, Placed] = {}
@@ -126,11 +138,15 @@ def reshard(folder: Path, out: Path, most: int, progress: Progress) -> Resharded
     plan = cut(source.tensors, most, source.metadata, source.index_metadata)
     part = out.with_name(out.name + ".part")
     with _alone(part), _explained(out):
+        _check_places(folder, out)  # another run may have ended meanwhile
+        if out.is_dir():
+            out.rename(part)
         reused = _begin(part, plan)
         _check_disk(source, part, plan, reused)
         with _opened(source.files) as inputs:
-            with progress.bar("verifying duplicates", "B") as bar:
-                _check_duplicates(source, inputs, bar)
+            if source.duplicates:
+                with progress.bar("verifying duplicates", "B") as bar:
+                    _check_duplicates(source, inputs, bar)
             with progress.bar("writing shards", "B") as bar:
                 _write(plan, part, inputs, reused, bar)
             _carry(source, part)
@@ -138,8 +154,11 @@ def reshard(folder: Path, out: Path, most: int, progress: Progress) -> Resharded
                 (part / INDEX).write_bytes(plan.index)
             with progress.bar("verifying", "B") as bar:
                 verified = _verify(plan, part, inputs, bar)
-        (part / NOTE).unlink()
+        _settle(part)
         part.rename(out)
+        _settle(out.parent, deep=False)
+        # Last, so that an output with a note is one whose maker was ended here: it is taken back.
+        (out / NOTE).unlink()
     return Resharded(out, plan, verified, source.carried, len(source.duplicates), len(reused))
 
 
@@ -147,7 +166,7 @@ def _check_places(folder: Path, out: Path) -> None:
     if not folder.is_dir():
         raise NotFound("there is no such checkpoint folder", where=str(folder),
                        hint="give the folder that holds the safetensors files")  # fmt: skip
-    if os.path.lexists(out):
+    if os.path.lexists(out) and not (out / NOTE).is_file():
         raise UsageError("the output folder is there already", where=str(out),
                          hint="name a new folder, or remove that one")  # fmt: skip
     if out.resolve().is_relative_to(folder.resolve()):
@@ -182,6 +201,13 @@ def _explained(out: Path) -> Iterator[None]:
         where = str(out)
         what = "a shard became shorter while it was read"
         raise CheckpointError(what, where=where, hint=hint) from error
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise HostError(
+            "the disk became full", where=str(out), id="disk-full",
+            hint="free some space and run it again: shards that are whole are kept",
+        ) from error  # fmt: skip
 
 
 @contextmanager
@@ -248,24 +274,37 @@ def _sum(placed: Placed, inputs: list[int], on_bytes: Callable[[int], None]) -> 
     return sha256_range(inputs[placed.file], tensor.offset, tensor.size, on_bytes)
 
 
+class _Stopped(Exception):
+    """Another writer failed, or we were interrupted."""
+
+
 def _write(plan: Cut, part: Path, inputs: list[int], reused: set[str], bar: Bar) -> None:
-    done, total = 0, plan.size
+    done, total = sum(s.size for s in plan.shards if s.name in reused), plan.size
+    lock, stop = threading.Lock(), threading.Event()
 
     def advance(count: int) -> None:
         nonlocal done
-        done += count
-        bar.update(done, total)
+        if stop.is_set():
+            raise _Stopped
+        with lock:
+            done += count
+            bar.update(done, total)
 
-    for shard in plan.shards:
-        if shard.name in reused:
-            advance(shard.size)
-            continue
+    def write(shard: Shard) -> None:
         half = part / (shard.name + ".half")
         with half.open("wb", buffering=0) as file:
             file.write(shard.head)
             for number, offset, length in _runs(shard):
                 copy_range(inputs[number], offset, file.fileno(), length, advance)
         half.rename(part / shard.name)
+
+    pool = ThreadPoolExecutor(WRITERS)
+    try:
+        for _ in pool.map(write, [s for s in plan.shards if s.name not in reused]):
+            pass
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
 
 
 def _runs(shard: Shard) -> Iterator[tuple[int, int, int]]:
@@ -290,13 +329,23 @@ def _carry(source: Source, part: Path) -> None:
         shutil.copyfile(source.folder / name, target)
 
 
+def _settle(folder: Path, *, deep: bool = True) -> None:
+    """Have a folder on disk, with what is in it: only then may it get its name."""
+    for path in (*(folder.rglob("*") if deep else ()), folder):
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
 def _verify(plan: Cut, part: Path, inputs: list[int], bar: Bar) -> int:
     """Hash every tensor in input and output, on all cores at once. Raises CheckpointError."""
     done, total, count = 0, sum(p.tensor.size for s in plan.shards for p in s.tensors), 0
     with ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0)))) as pool:
         for shard in plan.shards:
             with (part / shard.name).open("rb") as file:
-                os.fsync(file.fileno())
+                os.fsync(file.fileno())  # else its pages cannot be given back
                 if file.read(len(shard.head)) != shard.head:
                     raise _differs(shard, "its header", part)
                 pairs = [

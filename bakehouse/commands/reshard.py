@@ -28,7 +28,10 @@ def run(ctx: Context, options: Options) -> Outcome:
     try:
         most = parse_size(options.max_shard)
     except ValueError as error:
-        raise UsageError(f"--max-shard: {error}") from error
+        raise UsageError(
+            f"--max-shard {options.max_shard}: a size with its unit is wanted",
+            hint="such as 4GB (10^9 bytes each) or 4GiB (2^30)",
+        ) from error
     if most < 1:
         raise UsageError("--max-shard must be more than nothing", hint="4GB suits most loaders")
     folder, out = Path(options.checkpoint).absolute(), Path(options.out).absolute()

@@ -20,14 +20,16 @@ import urllib3
 from bakehouse.errors import HostError
 from bakehouse.ports.clock import Clock
 from bakehouse.ports.http import HttpStatus, Unreachable
-from bakehouse.ports.transport import exchange, why
+from bakehouse.ports.transport import exchange, is_loopback, why
 from bakehouse.redact import clean, without_credentials
 
 CONNECT_S = 20.0
 SILENCE_S = 60.0
 """Without a byte for so long, the connection counts as lost."""
 ATTEMPTS = 6
-"""In a row without a byte of progress."""
+"""In a row that did not come further than those before."""
+NEAR_ATTEMPTS = 3
+"""As many are enough where this machine itself refuses the connection: nobody listens."""
 LONGEST_WAIT_S = 300.0
 """A host that asks for a longer pause is not waited for."""
 CHUNK = 2**18
@@ -38,10 +40,11 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 class _Transient(Exception):
     """Worth another try; `after` is what the host asked for, in seconds."""
 
-    def __init__(self, reason: str, after: float | None = None) -> None:
+    def __init__(self, reason: str, after: float | None = None, *, refused: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.after = after
+        self.refused = refused
 
 
 def retry_after(value: str | None, now: float) -> float | None:
@@ -66,6 +69,7 @@ class Download:
         headers: Mapping[str, str],
         size: int | None,
         on_bytes: Callable[[int, int | None], None] | None,
+        on_wait: Callable[[str], None] | None,
         clock: Clock,
     ) -> None:
         self.url = url
@@ -75,28 +79,37 @@ class Download:
         self.headers = {k: v for k, v in headers.items() if k.lower() not in ("range", "if-range")}
         self.size = size
         self.on_bytes = on_bytes
+        self.on_wait = on_wait
         self.clock = clock
         self.shown = without_credentials(url)
         self._failures = 0
+        self._furthest = 0
+        self._patched = True
 
-    def run(self) -> None:
-        """Fetch, resume and retry until the whole file is in place."""
+    def run(self) -> bool:
+        """Fetch, resume and retry until the whole file is in place.
+
+        Give whether it was put together from several answers.
+        """
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_Transient),
             stop=self._give_up,
             wait=self._pause,
             sleep=self.clock.sleep,
+            before_sleep=self._tell,
             reraise=True,
         )
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             retrying(self._attempt)
             self._place()
+            return self._patched
         except _Transient as error:
+            way = "run it again then" if error.after else "check the network and run it again"
             raise HostError(
                 f"the download did not come to its end: {error.reason}",
                 where=self.shown,
-                hint="check the network and run it again; what has come so far is kept and resumed",
+                hint=f"{way}; what has come so far is kept and resumed",
                 id="download",
             ) from None
         except OSError as error:
@@ -104,8 +117,22 @@ class Download:
 
     def _give_up(self, state: tenacity.RetryCallState) -> bool:
         error = state.outcome.exception() if state.outcome else None
-        asked = error.after if isinstance(error, _Transient) else None
-        return self._failures >= ATTEMPTS or (asked or 0.0) > LONGEST_WAIT_S
+        if not isinstance(error, _Transient):
+            return True
+        return self._failures >= self._most(error) or (error.after or 0.0) > LONGEST_WAIT_S
+
+    def _most(self, error: _Transient) -> int:
+        near = error.refused and is_loopback(self.url)
+        return NEAR_ATTEMPTS if near else ATTEMPTS
+
+    def _tell(self, state: tenacity.RetryCallState) -> None:
+        """Say why there is a pause, before it."""
+        error = state.outcome.exception() if state.outcome else None
+        if self.on_wait and isinstance(error, _Transient) and state.upcoming_sleep > 0:
+            self.on_wait(
+                f"{error.reason}; try {self._failures + 1} of {self._most(error)} "
+                f"in {state.upcoming_sleep:.1f} s: {self.shown}"
+            )
 
     def _pause(self, state: tenacity.RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome else None
@@ -135,7 +162,7 @@ class Download:
             found = why(error)
             if isinstance(error, Unreachable | requests.exceptions.InvalidURL):
                 raise HostError(found.why, where=self.shown, id="download") from error
-            raise _Transient(found.why) from error
+            raise _Transient(found.why, refused=found.refused) from error
 
     def _judge(self, response: requests.Response, have: int) -> bool:
         """Whether a body is to be received; False where all of it is here already."""
@@ -172,7 +199,8 @@ class Download:
         total = self.size
         if length.isdigit():
             total = begin + int(length)
-            self._expect(total)
+            self._expect(total, response.headers.get("Content-Type", ""))
+        self._patched = begin > 0
         self._check_room((total or 0) - begin)
         self._write_note(response, total)
         done = begin
@@ -182,7 +210,9 @@ class Download:
             for chunk in response.raw.stream(CHUNK, decode_content=False):
                 file.write(chunk)
                 done += len(chunk)
-                self._failures = 0
+                # A host that cuts off at the same place every time makes no progress.
+                if done > self._furthest:
+                    self._failures, self._furthest = 0, done
                 if self.on_bytes:
                     self.on_bytes(done, total)
                 if total is not None and done > total:
@@ -192,12 +222,13 @@ class Download:
         if total is not None and done < total:
             raise _Transient(f"the answer was cut off after {done:,} of {total:,} bytes")
 
-    def _expect(self, total: int) -> None:
+    def _expect(self, total: int, kind: str = "") -> None:
         """Refuse a file of another size than the caller knows that it has."""
         if self.size is not None and total != self.size:
             self._discard()
+            page = ", as an HTML page" if kind.startswith("text/html") else ""
             raise HostError(
-                f"the file has another size: {self.size:,} bytes expected, {total:,} offered",
+                f"the file has another size: {self.size:,} bytes expected, {total:,} offered{page}",
                 where=self.shown,
                 hint="the host serves other content under this name than what was pinned",
                 id="download-size",

@@ -32,7 +32,10 @@ class Reply:
 
     def json(self) -> Any:
         """Parse the body; ValueError where it is not JSON."""
-        return json.loads(self.body)
+        try:
+            return json.loads(self.body)
+        except RecursionError as error:
+            raise ValueError("the JSON is nested too deeply") from error
 
 
 class Unreachable(Exception):
@@ -86,11 +89,13 @@ class Http(Protocol):
         headers: Mapping[str, str] | None = None,
         size: int | None = None,
         on_bytes: Callable[[int, int | None], None] | None = None,
-    ) -> None:
+        on_wait: Callable[[str], None] | None = None,
+    ) -> bool:
         """Fetch to `target`, through `target.part`, resuming what is there. Raises HostError.
 
         `on_bytes` gets bytes done and total; transient failures are retried with backoff, and
-        Retry-After is honoured. The caller verifies the hash.
+        Retry-After is honoured; `on_wait` is told of each before its pause. Give whether the file
+        was put together from several answers. The caller verifies the hash.
         """
 
 
@@ -131,8 +136,10 @@ class RealHttp:
         headers: Mapping[str, str] | None = None,
         size: int | None = None,
         on_bytes: Callable[[int, int | None], None] | None = None,
-    ) -> None:
+        on_wait: Callable[[str], None] | None = None,
+    ) -> bool:
         """See `Http.download`."""
         from bakehouse.ports.download import Download  # requests takes 0.1 s to import
 
-        Download(url, target, headers or {}, size, on_bytes, self._clock).run()
+        way = Download(url, target, headers or {}, size, on_bytes, on_wait, self._clock)
+        return way.run()

@@ -20,6 +20,7 @@ from bakehouse.memory.machine import Machine
 from bakehouse.memory.weight import Weight
 from bakehouse.recipe.model import Recipe
 from bakehouse.sources import hub
+from bakehouse.sources.choice import is_usable
 from bakehouse.sources.ranges import RemoteFile
 from bakehouse.sources.together import all_at_once
 
@@ -57,7 +58,7 @@ def fitting_quant(
         listing = hub.list_files(ctx, source.hub, source.revision or "main", patient=False)
     except BakehouseError:
         return None
-    sizes = {f.path: f.size for f in listing.files if f.size is not None}
+    sizes = sizes_in(listing)
     figures = Figures.read(own.checkpoint, "the recipe's files") if own.checkpoint else None
     smaller = [v for v in variants_in(sizes.items()) if v.size < own.size]
     beside = {role: weight for role, weight in weights.items() if role != "model"}
@@ -66,13 +67,18 @@ def fitting_quant(
     ).recommended
 
 
+def sizes_in(listing: hub.HubListing) -> dict[str, int]:
+    """Files that hold something and can be used, by name. Bytes."""
+    return {f.path: f.size for f in listing.files if f.size and is_usable(f.path)}
+
+
 def on_hub(ctx: Context, repository: str, revision: str) -> Found:
     """Ask the hub for a model's variants, and read the header of the smallest.
 
     Raises NotFound, HostError, UsageError.
     """
     listing = hub.list_files(ctx, repository, revision)
-    sizes = {f.path: f.size for f in listing.files if f.size is not None}
+    sizes = sizes_in(listing)
     variants = variants_in(sizes.items())
     if not variants:
         raise NotFound(f"{repository} holds no GGUF and no safetensors files",

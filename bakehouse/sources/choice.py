@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 
@@ -9,6 +10,8 @@ from bakehouse.errors import LockError
 from bakehouse.redact import clean
 
 WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
+MAX_NAME, MAX_PATH = 200, 1024
+"""Bytes of a file's name, and characters of a path; some of what the system allows is for us."""
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.(gguf|safetensors)")
 
 
@@ -26,7 +29,7 @@ def pattern(glob: str) -> re.Pattern[str]:
             out += "[^" + piece[2:] if piece[1] in "!^" else piece
         else:
             out += re.escape(piece)
-    return re.compile(out)
+    return re.compile(out, re.S)
 
 
 def fitting(names: Sequence[str], glob: str) -> list[str]:
@@ -57,6 +60,9 @@ def choose(names: Iterable[str], glob: str, where: str) -> list[str]:
         )
     for name in chosen:
         check_name(name, where)
+    folders = {name[:i] for name in chosen for i, mark in enumerate(name) if mark == "/"}
+    if both := sorted(folders.intersection(chosen)):
+        raise LockError(f"'{clean(both[0])}' is a file and a folder", where=where)
     check_shards(chosen, where)
     return chosen
 
@@ -75,9 +81,19 @@ def check_weights(names: Sequence[str], glob: str, where: str) -> None:
 
 def check_name(name: str, where: str) -> None:
     """Refuse a file name that leads elsewhere or cannot be shown."""
+    if not is_usable(name):
+        shown = clean(name, one_line=True)
+        raise LockError(
+            f"'{shown[:80]}{'...' * (len(shown) > 80)}' is not a usable file name", where=where
+        )
+
+
+def is_usable(name: str) -> bool:
+    """Whether a listed name can be a file below a folder of ours, and be shown as it is."""
     parts = name.split("/")
-    if ".." in parts or "" in parts or name.startswith("/") or clean(name, one_line=True) != name:
-        raise LockError(f"'{clean(name)}' is not a usable file name", where=where)
+    if {"..", ".", ""}.intersection(parts) or clean(name, one_line=True) != name:
+        return False
+    return len(name) < MAX_PATH and all(len(os.fsencode(part)) <= MAX_NAME for part in parts)
 
 
 def check_shards(names: Sequence[str], where: str) -> None:
@@ -87,7 +103,12 @@ def check_shards(names: Sequence[str], where: str) -> None:
         if found := SHARD.fullmatch(name):
             sets.setdefault((found[1], found[3], found[4]), set()).add(int(found[2]))
     for (stem, count, suffix), have in sets.items():
-        missing = sorted(set(range(1, int(count) + 1)) - have) if int(count) <= 10_000 else []
+        missing = sorted(set(range(1, int(count) + 1)) - have)
+        if have - set(range(1, int(count) + 1)):
+            raise LockError(
+                f"'{clean(stem)}' has shards that are not among its own {int(count)}", where=where,
+                id="weights-shards",
+            )  # fmt: skip
         if missing:
             shown = ", ".join(f"{stem}-{n:05d}-of-{count}.{suffix}" for n in missing[:6])
             raise LockError(

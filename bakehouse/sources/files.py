@@ -98,7 +98,7 @@ def fetch_pinned(
 ) -> None:
     """Have `target` with exactly this content; fetched where it is not there, and verified.
 
-    A resumed download that does not verify is fetched once more from its start: what was kept may
+    A download in several pieces that does not verify is fetched once more from its start: they may
     have come from a host without validators. Raises LockError (other content), HostError.
     """
     with guarded(ctx, target.with_name(target.name + ".lock"), title or target.name):
@@ -107,12 +107,10 @@ def fetch_pinned(
                 return
             target.unlink()  # damaged on disk
         incoming = target.with_name(target.name + ".incoming")
-        part = incoming.with_name(incoming.name + ".part")
-        resumed = part.exists()
-        found = _fetch(ctx, url, incoming, size, title, headers)
-        if found != sha256 and resumed:
+        found, pieced = _fetch(ctx, url, incoming, size, title, headers)
+        if found != sha256 and pieced:
             incoming.unlink()
-            found = _fetch(ctx, url, incoming, size, title, headers)
+            found, _ = _fetch(ctx, url, incoming, size, title, headers)
         if found != sha256:
             nature = describe_wrong(incoming)
             incoming.unlink()
@@ -135,12 +133,16 @@ def _fetch(
     size: int | None,
     title: str,
     headers: Mapping[str, str] | None,
-) -> str:
-    """Download and give the sha256 of what came."""
+) -> tuple[str, bool]:
+    """Give the sha256 of what came, and whether it came in more than one piece."""
+    pieced = True
     if not incoming.is_file():
         with ctx.progress.bar(f"fetch {title or incoming.name}", "B") as bar:
-            ctx.http.download(url, incoming, headers=headers, size=size, on_bytes=bar.update)
-    return sha256_file(incoming)
+            pieced = ctx.http.download(
+                url, incoming, headers=headers, size=size,
+                on_bytes=bar.update, on_wait=ctx.progress.say,
+            )  # fmt: skip
+    return sha256_file(incoming), pieced
 
 
 _MAGIC: tuple[tuple[bytes, str], ...] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,13 @@ if TYPE_CHECKING:
 
 ENDPOINT = "https://huggingface.co"
 ATTEMPTS = 4
+LONGEST_WAIT_S = 120.0
+"""A hub that asks for a longer pause is not waited for."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 MAX_LISTING = 64 * 2**20
 MAX_PAGES = 200
+MAX_FILE = 2**50
+"""Bytes; a listing with a larger file is no listing."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
@@ -46,7 +52,7 @@ def endpoint(environment: Mapping[str, str]) -> str:
     """The hub in use: `HF_ENDPOINT`, as huggingface_hub has it, or huggingface.co."""
     url = (environment.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
     parts = urlsplit(url)
-    local = parts.hostname in ("localhost", "127.0.0.1", "::1")
+    local = parts.hostname in LOOPBACK
     if parts.scheme != "https" and not (parts.scheme == "http" and local):
         raise UsageError(
             "HF_ENDPOINT has to be an https address: a token would travel in plain text",
@@ -87,7 +93,7 @@ def list_files(ctx: Context, repository: str, revision: str, *, patient: bool = 
         answer = reply.json()
         commit, siblings = answer["sha"], answer["siblings"]
         files = tuple(_file(sibling) for sibling in siblings)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         commit, files = "", ()
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
         raise HostError(
@@ -141,7 +147,9 @@ def _file(sibling: Mapping[str, Any]) -> HubFile:
         sha256 = sha256.removeprefix("sha256:")
     if sha256 is not None and not re.fullmatch(r"[0-9a-f]{64}", sha256):
         raise ValueError(sha256)
-    return HubFile(str(sibling["rfilename"]), size if isinstance(size, int) else None, sha256)
+    if size is not None and (type(size) is not int or not 0 <= size < MAX_FILE):
+        raise ValueError(size)
+    return HubFile(str(sibling["rfilename"]), size, sha256)
 
 
 def _ask(
@@ -156,11 +164,34 @@ def _ask(
     def give_up(state: RetryCallState) -> Any:
         return state.outcome.result() if state.outcome else None
 
+    def pause(state: RetryCallState) -> float:
+        _, asked = _went_wrong(state)
+        return max(backoff(state), asked)
+
+    def most(error: object) -> int:
+        # Where this machine itself refuses the connection, nobody listens.
+        near = isinstance(error, Unreachable) and error.refused
+        return min(attempts, 2) if near and urlsplit(url).hostname in LOOPBACK else attempts
+
+    def enough(state: RetryCallState) -> bool:
+        error, asked = _went_wrong(state)
+        return state.attempt_number >= most(error) or asked > LONGEST_WAIT_S
+
+    def tell(state: RetryCallState) -> None:
+        error, _ = _went_wrong(state)
+        why = error.why if isinstance(error, Unreachable) else error
+        ctx.progress.say(
+            f"the hub: {why}; try {state.attempt_number + 1} of {most(error)} in "
+            f"{state.upcoming_sleep:.1f} s: {where}"
+        )
+
+    backoff = tenacity.wait_exponential(multiplier=0.5, max=20) + tenacity.wait_random(0, 1)
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_result(busy) | tenacity.retry_if_exception_type(Unreachable),
-        stop=tenacity.stop_after_attempt(attempts),
-        wait=tenacity.wait_exponential(multiplier=0.5, max=20) + tenacity.wait_random(0, 1),
+        stop=enough,
+        wait=pause,
         sleep=ctx.clock.sleep,
+        before_sleep=tell,
         retry_error_callback=give_up,
     )
     try:
@@ -180,6 +211,17 @@ def _ask(
             id="hub",
         ) from error
     return reply
+
+
+def _went_wrong(state: RetryCallState) -> tuple[object, float]:
+    """Why an attempt failed, and how many seconds the hub asks to wait."""
+    from bakehouse.ports.download import retry_after  # requests takes 0.1 s to import
+
+    if state.outcome is None or state.outcome.failed:
+        return state.outcome and state.outcome.exception(), 0.0
+    reply: Reply = state.outcome.result()
+    sent = {key.lower(): value for key, value in reply.headers.items()}
+    return f"it answers {reply.status}", retry_after(sent.get("retry-after"), time.time()) or 0.0
 
 
 def small_file(ctx: Context, repository: str, commit: str, path: str, max_bytes: int) -> bytes:
@@ -230,5 +272,14 @@ def refused(status: int, sent: Mapping[str, str], where: str, with_token: bool) 
 
 
 def explain(error: HttpStatus, where: str, environment: Mapping[str, str]) -> BakehouseError:
-    """Put a refused download into the hub's terms."""
+    """Put a refused download into the hub's terms: the file was listed when it was pinned."""
+    code = any(key.lower() == "x-error-code" for key in error.headers)
+    if error.status in (404, 410, 451) and not code:
+        return NotFound(
+            "the hub no longer gives out this file at the pinned revision",
+            where=where,
+            hint="the repository or the revision was taken away or made private: set HF_TOKEN if "
+            "you may read it, or see what there is now with 'invoke lock --update'",
+            id="hub-file",
+        )
     return refused(error.status, error.headers, where, bool(headers(environment)))

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,11 @@ def remembered(places: Places, path: Path) -> str | None:
         return sha256 if note == _identity(path) and isinstance(sha256, str) else None
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None
+
+
+def forget(places: Places, path: Path) -> None:
+    """Drop what is remembered of a path that is no longer used."""
+    _note(places, path).unlink(missing_ok=True)
 
 
 def known_sha256(ctx: Context, path: Path) -> str:
@@ -88,4 +94,5 @@ def remember(ctx: Context, path: Path, sha256: str, before: dict[str, Any] | Non
     fresh = ctx.clock.now().timestamp() * 1e9 - now["ctime_ns"] < SETTLED_NS
     if before not in (None, now) or (before is not None and fresh):
         return
-    write_atomic(_note(ctx.places, path), to_json({**now, "sha256": sha256}).encode())
+    with suppress(OSError):  # a full or read-only disk: then it is hashed again next time
+        write_atomic(_note(ctx.places, path), to_json({**now, "sha256": sha256}).encode())

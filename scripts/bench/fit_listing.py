@@ -81,7 +81,8 @@ class Played:
         headers: Mapping[str, str] | None = None,
         size: int | None = None,
         on_bytes: Callable[[int, int | None], None] | None = None,
-    ) -> None:
+        on_wait: Callable[[str], None] | None = None,
+    ) -> bool:
         """Never called: `fit` downloads nothing."""
         raise NotImplementedError
 

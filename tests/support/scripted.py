@@ -45,7 +45,7 @@ class Scripted:
         status, document = said if isinstance(said, tuple) else (200, said)
         return Reply(status, {}, json_.dumps(document).encode(), 0.01)
 
-    def download(self, url: str, target: Path, **_: Any) -> None:
+    def download(self, url: str, target: Path, **_: Any) -> bool:
         raise NotImplementedError
 
 

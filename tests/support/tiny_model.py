@@ -56,7 +56,7 @@ class TinyModel:
         self.asked.append((path, json))
         return self.answer(path, json or {})
 
-    def download(self, *_: Any, **__: Any) -> None:
+    def download(self, *_: Any, **__: Any) -> bool:
         """Nothing is fetched here."""
         raise AssertionError("a download")
 

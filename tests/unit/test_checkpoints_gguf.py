@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import time
+import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 
@@ -238,6 +239,35 @@ def test_a_huge_file_costs_bounded_reading_and_time(
         read_gguf(source)
     assert source.asked < 66 * 2**20
     assert time.monotonic() - started < 60
+
+
+def crowd(entry: bytes, size: int = 2**23) -> bytes:
+    """A header of as many keys as fit, each with the same value."""
+    each = 8 + 8 + len(entry)
+    count = size // each
+    keys = b"".join(struct.pack("<Q8s", 8, b"%08d" % i) + entry for i in range(count))
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, count) + keys
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        struct.pack("<IIQ", 9, 4, 4096) + bytes(4 * 4096),
+        struct.pack("<IIQ", 9, 7, 4096) + bytes(4096),
+        struct.pack("<IIQ", 9, 8, 64) + bytes(8 * 64),
+        struct.pack("<IB", 0, 1),
+    ],
+    ids=["numbers", "booleans", "strings", "keys"],
+)
+def test_a_header_costs_little_memory_however_it_is_filled(entry: bytes) -> None:
+    source = BytesSource("crowd.gguf", crowd(entry))
+    tracemalloc.start()
+    try:
+        with suppress(CheckpointError):
+            read_gguf(source)
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def split(number: int, count: int, names: list[str], total: int = 4) -> bytes:

@@ -305,3 +305,128 @@ def test_the_command(tmp_path: Path, context: Context) -> None:
     for wrong in ("4", "-1GB", "lots", "0GB"):
         with pytest.raises(UsageError, match="--max-shard"):
             command.run(context, command.Options(str(folder), str(tmp_path / "o"), wrong))
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from bakehouse.checkpoints.reshard import reshard
+from bakehouse.progress import Silent
+
+folder, out = Path(sys.argv[1]), Path(sys.argv[2])
+EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
+
+
+def forked(last):
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    seen = 0
+
+    def hook(event, args):
+        nonlocal seen
+        if event in EVENTS and any(out.name in str(a) for a in args[:2]):
+            seen += 1
+            if seen == last:
+                os._exit(9)
+
+    sys.addaudithook(hook)
+    try:
+        reshard(folder, out, 4000, Silent())
+    finally:
+        os._exit(0 if (out / "config.json").exists() else 1)
+
+
+moment = 1
+while forked(moment):
+    done = out.exists() and not (out / ".bakehouse-reshard.json").exists()
+    if not done and forked(0):
+        sys.exit(f"killed at {moment}: it could not be gone on with")
+    left = [p.name for p in out.parent.glob("out*") if p.name != "out.part.lock"]
+    if left != ["out"]:
+        sys.exit(f"killed at {moment}: {left}")
+    held = sorted(p.name for p in out.iterdir())
+    if any(n.endswith((".half", ".json")) and n.startswith(".") for n in held):
+        sys.exit(f"killed at {moment}: {held}")
+    for path in sorted(out.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    out.rmdir()
+    moment += 1
+print(moment)
+"""
+
+
+def test_killed_at_any_moment_it_is_whole_or_can_be_gone_on_with(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "in", arrays(4, 10))
+    argv = [sys.executable, "-c", KILLED, str(folder), str(tmp_path / "out")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) > 20
+    assert same(read_back(tmp_path / "out"), arrays(4, 10))
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002", "other-00002-of-00003"])
+def test_numbered_shards_without_an_index_are_counted(tmp_path: Path, name: str) -> None:
+    (tmp_path / "in").mkdir()
+    save_file({"a": np.zeros(3)}, tmp_path / "in" / f"{name}.safetensors")
+    for read in (read_path, lambda folder: reshard(folder, tmp_path / "out", 4000, Silent())):
+        with pytest.raises(NotFound, match="shards are not there: "):
+            read(tmp_path / "in")
+
+
+def test_a_disk_that_fills_up_keeps_what_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, calls = checkpoint(tmp_path / "in", arrays()), 0
+    real = copying.copy_range
+
+    def full(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 4:
+            raise OSError(28, "No space left on device")
+        real(*args)
+
+    monkeypatch.setattr(module, "copy_range", full)
+    with pytest.raises(HostError, match="disk became full") as caught:
+        run(folder, tmp_path / "out")
+    assert caught.value.id == "disk-full"
+    monkeypatch.undo()
+    assert run(folder, tmp_path / "out").reused >= 1
+
+
+def test_one_writer_that_fails_calls_the_other_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint(tmp_path / "in", arrays())
+    began, ended = threading.Event(), threading.Event()
+
+    def copies(_: int, __: int, ___: int, ____: int, on_bytes: Any) -> None:
+        if not began.is_set():
+            began.set()
+            raise EOFError
+        for _ in range(500):
+            try:
+                on_bytes(1)
+            except Exception:
+                ended.set()
+                raise
+            ended.wait(0.01)
+
+    monkeypatch.setattr(module, "copy_range", copies)
+    with pytest.raises(CheckpointError, match="became shorter"):
+        run(folder, tmp_path / "out")
+
+
+def test_files_of_another_kind_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "m.gguf", b"GGUF")
+    with pytest.raises(NotFound, match="only GGUF files"):
+        run(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize("size", ["4000000000", "4", "4G", "1e9", "-4GB", "four"])
+def test_a_shard_size_wants_its_unit(context: Context, tmp_path: Path, size: str) -> None:
+    folder = checkpoint(tmp_path / "in", arrays())
+    with pytest.raises(UsageError, match="with its unit") as caught:
+        command.run(context, command.Options(str(folder), str(tmp_path / "out"), size))
+    assert "4GiB" in str(caught.value.hint)

@@ -137,7 +137,7 @@ class Index:
             raise Unreachable("connection refused")
         return Reply(self.status, {}, self.body, 0.0)
 
-    def download(self, *_: Any, **__: Any) -> None:
+    def download(self, *_: Any, **__: Any) -> bool:
         raise AssertionError
 
 
