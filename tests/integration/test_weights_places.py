@@ -390,7 +390,7 @@ def test_what_the_hub_itself_has_wrong_is_seen_after_the_fetch(
         (403, "", TOKEN, HostError, "gated"),
         (404, "RevisionNotFound", "", NotFound, "no such revision"),
         (404, "EntryNotFound", "", NotFound, "no such file"),
-        (410, "", "", HostError, "answers 410"),
+        (410, "", "", NotFound, "no longer gives out this file"),
     ],
 )
 def test_what_is_refused_at_the_file_is_told_apart(
