@@ -67,6 +67,11 @@ class Places:
         return self.cache / "ccache"
 
     @property
+    def images(self) -> Path:
+        """What container images said of themselves, by digest; the images are the engine's."""
+        return self.cache / "images"
+
+    @property
     def runs(self) -> Path:
         """One folder a run, with its record and logs."""
         return self.state / "runs"

@@ -1,4 +1,4 @@
-"""The task `build`: the engine from its pinned source, or the artifact that is there."""
+"""The task `build`: the engine from its pinned source, or its image, pinned and proven able."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 from bakehouse.base import digest
 from bakehouse.build.artifact import Artifact
 from bakehouse.build.ensure import ensure
+from bakehouse.build.image import ImageArtifact
+from bakehouse.build.image import ensure as ensure_image
 from bakehouse.commands.planned import build_lines, is_built, parse_jobs
 from bakehouse.context import Context
 from bakehouse.lock import Lock
 from bakehouse.outcome import Outcome
-from bakehouse.plan.types import BuildPlan
-from bakehouse.plan.whole import compiled, plan_engine, survey
+from bakehouse.plan.types import BuildPlan, ImagePlan
+from bakehouse.plan.whole import plan_engine, survey
 from bakehouse.preflight import combinations
 from bakehouse.recipe.load import Loaded, find
 from bakehouse.records.store import Run
@@ -46,16 +48,22 @@ def run(ctx: Context, options: Options) -> Outcome:
         record.pin(lock=digest(lock))
         here = survey(ctx, loaded.recipe, lock, make=True)
         record.host(here.host.to_data())
-        plan = compiled(plan_engine(loaded, lock, here, ctx.places, jobs=jobs))
+        plan = plan_engine(loaded, lock, here, ctx.places, jobs=jobs)
         _judge(ctx, loaded, lock, plan, record)
+        if isinstance(plan, ImagePlan):
+            image = ensure_image(ctx, loaded, lock, plan, record)
+            record.finish("there and able already" if image.reused else "there and proven able")
+            return _image_outcome(image, record.record)
         artifact = ensure(ctx, lock, plan, record)
         record.finish("reused" if artifact.reused else f"built in {artifact.seconds:.0f} s")
     return _outcome(artifact, record.record)
 
 
-def _judge(ctx: Context, loaded: Loaded, lock: Lock, plan: BuildPlan, record: Run) -> None:
+def _judge(
+    ctx: Context, loaded: Loaded, lock: Lock, plan: BuildPlan | ImagePlan, record: Run
+) -> None:
     """Refuse what is known to be bad; say and record what is warned of or acknowledged."""
-    cuda = plan.expected.cuda
+    cuda = None if isinstance(plan, ImagePlan) else plan.expected.cuda
     found = combinations.known_bad(
         loaded,
         lock=lock,
@@ -63,6 +71,19 @@ def _judge(ctx: Context, loaded: Loaded, lock: Lock, plan: BuildPlan, record: Ru
         capabilities=combinations.meant_for(ctx, loaded),
     )
     combinations.note(ctx, loaded, found, record)
+
+
+def _image_outcome(image: ImageArtifact, record: Path) -> Outcome:
+    lines = [
+        f"image   {image.image}",
+        f"id      {image.id}, {image.size:,} bytes, user {image.user or 'root'}",
+        *([f"says    {image.says}"] if image.says else []),
+        f"        {'nothing to do' if image.reused else 'done'} in {image.seconds:.1f} s",
+        f"record  {record}",
+    ]
+    result = {**image.to_data(), "record": str(record)}
+    del result["checks"]
+    return Outcome(result=result, text="\n".join(lines), checks=image.checks)
 
 
 def _outcome(artifact: Artifact, record: Path) -> Outcome:

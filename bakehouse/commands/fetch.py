@@ -1,14 +1,17 @@
-"""The task `fetch`: have the pinned source and weights on this machine, verified."""
+"""The task `fetch`: have the pinned source, images and weights on this machine, verified."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
 from bakehouse.context import Context
+from bakehouse.host import read_host
+from bakehouse.lock import Lock
 from bakehouse.outcome import Outcome
 from bakehouse.preflight.rules import load_sound
 from bakehouse.recipe.load import find
 from bakehouse.resolve import ensure_lock, lock_path
+from bakehouse.sources.images import ensure_image
 from bakehouse.sources.tree import ensure_tree, repository_of
 from bakehouse.sources.weights import ensure
 from bakehouse.toolkit.provide import fetch as fetch_toolkit
@@ -31,6 +34,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     lock = ensure_lock(ctx, loaded, locked=options.locked)
     ensure_tree(ctx, lock)
     wheels = fetch_toolkit(ctx, lock.toolkit) if lock.toolkit else ()
+    images = _images(ctx, lock)
     weights = ensure(ctx, loaded, lock, rehash=options.rehash)
     lines = []
     source = None
@@ -40,6 +44,7 @@ def run(ctx: Context, options: Options) -> Outcome:
             "tree": lock.source_tree,
         }
         lines.append(f"source: tree {lock.source_tree} in {source['repository']}")
+    lines += [f"{role}: {ref}" for role, ref in images.items()]
     for role, paths in weights.items():
         size = sum(file.size for file in lock.weights[role].files)
         lines.append(f"{role}: {paths.path} ({size:,} bytes, verified)")
@@ -49,8 +54,20 @@ def run(ctx: Context, options: Options) -> Outcome:
         result={
             "lock": str(lock_path(loaded.path)),
             "source": source,
+            "images": images,
             "toolkit": [str(path) for path in wheels],
             "weights": {role: asdict(paths) for role, paths in weights.items()},
         },
         text="\n".join(lines),
     )
+
+
+def _images(ctx: Context, lock: Lock) -> dict[str, str]:
+    """Pull what this machine runs, by digest."""
+    if not lock.images:
+        return {}
+    arch = read_host().arch
+    pins = {role: lock.image(arch, role) for role in lock.images}
+    for pin in pins.values():
+        ensure_image(ctx, pin, arch)
+    return {role: pin.ref for role, pin in pins.items()}

@@ -11,6 +11,7 @@ from bakehouse.outcome import Outcome
 from bakehouse.preflight.rules import load_sound
 from bakehouse.recipe.load import Loaded, find
 from bakehouse.resolve import ensure_lock, lock_path, moved_refs, read_lock
+from bakehouse.sources.images import moved_tags
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     if before and options.update:
         lines = [moved_line(change) for change in moved] or ["nothing moved", *lines]
     lines += [
-        f"{d.reason}: {d.where} pointed at {d.locked} and now at {d.now}; the commit stays pinned"
+        f"{d.reason}: {d.where} pointed at {d.locked} and now at {d.now}; the pin stays"
         for d in refs
     ]
     lines.append(f"lock: {path}")
@@ -61,7 +62,7 @@ def _before(loaded: Loaded) -> Lock | None:
 def _refs(ctx: Context, lock: Lock) -> tuple[Drift, ...]:
     """Whether refs moved; offline that stays unknown, and is said."""
     try:
-        return moved_refs(ctx, lock)
+        return (*moved_refs(ctx, lock), *moved_tags(ctx, lock))
     except BakehouseError as error:
-        ctx.progress.say(f"whether the ref moved is not known: {error.what}")
+        ctx.progress.say(f"whether a ref or tag moved is not known: {error.what}")
         return ()

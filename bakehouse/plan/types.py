@@ -96,6 +96,8 @@ class Asks(Frozen):
     tool_parser: str | None = None
     speculation: str | None = None
     """The speculative method."""
+    compute_capability: str | None = None
+    """Of the GPU that the recipe is for."""
 
 
 class ImagePlan(Frozen):

@@ -1,0 +1,74 @@
+"""The image of a plan: pulled by digest or built, and proven able of what the recipe needs."""
+
+from __future__ import annotations
+
+from bakehouse.base import Frozen
+from bakehouse.build.able import as_facts, ask_able, require_able, summary
+from bakehouse.checks import Check
+from bakehouse.context import Context
+from bakehouse.lock import Lock
+from bakehouse.plan.types import ImagePlan
+from bakehouse.ports.docker import ImageFacts
+from bakehouse.recipe.load import Loaded
+from bakehouse.records.store import Run
+from bakehouse.sources.configs import architectures
+from bakehouse.sources.images import ensure_image
+
+
+class ImageArtifact(Frozen):
+    """An image that is here and was proven able. Size in bytes, unpacked."""
+
+    image: str
+    """What it is run by."""
+    id: str
+    """The engine's id of its content."""
+    digest: str
+    """Of the plan."""
+    size: int
+    user: str
+    entrypoint: tuple[str, ...]
+    says: str = ""
+    """Versions that it claims."""
+    checks: tuple[Check, ...]
+    reused: bool
+    """Whether nothing had to be pulled, built or asked."""
+    seconds: float
+
+
+def ensure(ctx: Context, loaded: Loaded, lock: Lock, plan: ImagePlan, run: Run) -> ImageArtifact:
+    """Have the plan's image, and evidence that it is able of what the recipe needs.
+
+    Raises HostError (9), LockError (4), NotFound (3), BuildFailed (6) where it is not able.
+    """
+    started = ctx.clock.monotonic()
+    run.pin(build=plan.digest)
+    held = ctx.docker.image(plan.image) is not None
+    for role, pin in plan.pins.items():
+        with run.step("pull" if role == "image" else f"pull-{role}"):
+            found = ensure_image(ctx, pin, plan.arch)
+    checks, says, known = _able(ctx, loaded, lock, plan, found, run)
+    return ImageArtifact(
+        image=plan.image, id=found.id, digest=plan.digest, size=found.size, user=found.user,
+        entrypoint=found.entrypoint, says=says, checks=checks, reused=held and known,
+        seconds=round(ctx.clock.monotonic() - started, 3),
+    )  # fmt: skip
+
+
+def _able(
+    ctx: Context, loaded: Loaded, lock: Lock, plan: ImagePlan, found: ImageFacts, run: Run
+) -> tuple[tuple[Check, ...], str, bool]:
+    """Ask and judge; give the checks, what the image says of itself, and if that was known."""
+    if plan.asks is None:
+        return (), "", True
+    wanted = {
+        role: architectures(ctx, loaded.folder, loaded.recipe, lock, role)
+        for role in plan.asks.roles
+    }
+    with run.step("able"):
+        able, known = ask_able(ctx, plan.image, found.id)
+    run.fact("image", {"ref": plan.image, "id": found.id, **as_facts(able)})
+    for name, version in able.versions.items():
+        run.version(name, version)
+    checks = require_able(able, plan.asks, wanted, plan.image)
+    run.checks(checks)
+    return checks, summary(able), known
