@@ -218,6 +218,8 @@ def resolve(ctx: Context, loaded: Loaded, before: Lock | None = None) -> Lock:
     from bakehouse.sources import archive, gitpin, images, patches, pinning, tree
 
     recipe = loaded.recipe
+    for _, wanted in recipe.weights.items():
+        pinning.look_first(ctx, loaded.folder, wanted)
     known = before if before and before.wants == wants(recipe) else None
     git = Git(ctx.processes, ctx.environment)
     source: GitPin | ArchivePin | None = None

@@ -26,7 +26,7 @@ from bakehouse.memory.recipe import find_machine, locked_weights, recipe_budget
 from bakehouse.memory.types import Budget
 from bakehouse.memory.weight import Weight
 from bakehouse.outcome import Outcome
-from bakehouse.preflight.listing import Found, on_hub
+from bakehouse.preflight.listing import Found, beside_files, on_hub
 from bakehouse.recipe.load import Loaded, find, load
 from bakehouse.resolve import lock_path, read_lock
 from bakehouse.sources.weights import locate
@@ -100,7 +100,21 @@ def _outcome(
         "budget": budget.to_data() if budget else None,
         "notes": notes,
     }
-    return Outcome(result, "\n".join(text), budget.checks() if budget else ())
+    checks = (ladder.check(), *(budget.checks() if budget else ()))
+    return Outcome(result, "\n".join(text), checks, error=_nothing(ladder, machine))
+
+
+def _nothing(ladder: Ladder, machine: Machine) -> HostError | None:
+    """What to say where nothing fits: a script sees it by the exit code, 9 as for `serve`."""
+    if ladder.recommended is not None:
+        return None
+    return HostError(
+        f"no quantisation can be taken: {ladder.why}",
+        where=machine.name,
+        hint="ask with a smaller --context or --kv-cache q8_0, free memory that others use, or "
+        "take a smaller model",
+        id="memory",
+    )
 
 
 def _cache_type(value: str | None, engine: str) -> str | None:
@@ -183,6 +197,10 @@ def _own(loaded: Loaded, weight: Weight, notes: tuple[str, ...] = ()) -> Found:
         name = PurePosixPath(str(model.files or model.path or model.url)).name
         return Found((Variant(name, (("model.gguf", weight.size),)),), None, notes)
     files = tuple((f.name, f.size) for f in weight.checkpoint.files)
+    figures = Figures.read(weight.checkpoint, "its own files")
+    beside = beside_files([Path(f.name) for f in weight.checkpoint.files]) if model.path else ()
+    if any({name for name, _ in files} == {name for name, _ in v.files} for v in beside):
+        return Found(beside, figures, notes)
     names = variants_in(files)
     name = names[0].name if len(names) == 1 else "the model"
-    return Found((Variant(name, files),), Figures.read(weight.checkpoint, "its own files"), notes)
+    return Found((Variant(name, files),), figures, notes)

@@ -41,6 +41,7 @@ from bakehouse.serve.listeners import refuse_taken
 from bakehouse.serve.ready import Limits
 from bakehouse.serve.watch import Tail
 from bakehouse.sources.weights import ensure as ensure_weights
+from bakehouse.sources.weights import locate
 
 TICK_S = 0.2
 
@@ -194,7 +195,9 @@ def _early(ctx: Context, wanted: Wanted, record: Run, risk: str) -> None:
         refuse_taken(wanted.plan.host, wanted.plan.port)
     _known_bad(ctx, wanted, record)
     if not alive and not risk:
-        refuse_by_size(ctx, wanted.recipe, wanted.lock, wanted.plan.argv)
+        found = locate(ctx.places, wanted.loaded.folder, wanted.recipe, wanted.lock)
+        files = found["model"].files
+        refuse_by_size(ctx, wanted.recipe, wanted.lock, wanted.plan.argv, files=files)
 
 
 def _known_bad(

@@ -11,6 +11,7 @@ from bakehouse.base import Frozen
 from bakehouse.checkpoints.files import SPLIT_NAME
 from bakehouse.checkpoints.shape import ModelShape
 from bakehouse.checkpoints.whole import Checkpoint
+from bakehouse.checks import Check, check
 from bakehouse.memory.advice import largest_context
 from bakehouse.memory.budget import make_budget
 from bakehouse.memory.demand import Demand
@@ -75,6 +76,18 @@ def _variant_name(stem: str) -> str:
     return found[-1] if found else name
 
 
+def model_name(stem: str) -> str:
+    """A file's name without its folder, quantisation and split: what variants have in common."""
+    name = re.sub(r"\.(gguf|safetensors)$", "", PurePosixPath(stem).name)
+    name = re.sub(r"-\d{5}-of-\d{5}$", "", name)
+    return re.sub(r"[-._]+", "-", _QUANT.sub("", name)).strip("-").casefold()
+
+
+def names_quant(name: str) -> bool:
+    """Whether a name speaks of a quantisation."""
+    return bool(_QUANT.search(name))
+
+
 class Rung(Frozen):
     """A row of the ladder. Bytes, tokens, tokens a second."""
 
@@ -85,6 +98,11 @@ class Rung(Frozen):
     left: int
     """For the cache and all else, besides the reserve; negative where it lacks."""
     fits: bool
+    """As far as it could be counted."""
+    proven: bool
+    """Whether all could be counted; the cache cannot be where no header was read."""
+    lacks: int
+    """What is missing in the phase that needs most, the reserve kept; negative where it fits."""
     context: int | None
     """The largest that fits; None where none does, or where it cannot be known."""
     speed: float | None
@@ -101,6 +119,13 @@ class Ladder(Frozen):
     rungs: tuple[Rung, ...]
     recommended: str | None
     why: str
+
+    def check(self) -> Check:
+        """Whether anything fits; unknown where that could not be counted."""
+        taken = next((r for r in self.rungs if r.fits and r.name == self.recommended), None)
+        wanted = f"a quantisation that fits with {self.context} tokens"
+        ok = None if taken and not taken.proven else taken is not None
+        return check("fit", wanted, self.why, self.machine, ok=ok)
 
 
 @dataclass(frozen=True)
@@ -175,6 +200,8 @@ def _rung(
         largest_file=variant.largest,
         left=purse.left - purse.reserve,
         fits=fits,
+        proven=not budget.unknown,
+        lacks=max(p.reserve - (p.available - p.need) for p in budget.purses),
         context=largest_context(at, shape.context_limit) if shape and variant.complete else None,
         speed=speed if figures or not speed else None,
         note="" if variant.complete else "files are missing from the listing",
@@ -184,13 +211,22 @@ def _rung(
 def _why(rungs: tuple[Rung, ...], best: Rung | None, context: int) -> str:
     if not rungs:
         return "the listing holds no weight files"
+    whole = [rung for rung in rungs if not rung.note]
+    if not whole:
+        return "none is whole: files are missing from the listing"
     if best is None:
-        return f"none fits with {context} tokens; the smallest lacks {gib(-rungs[0].left)}"
+        smallest = min(whole, key=lambda rung: rung.size)
+        return f"none fits with {context} tokens; the smallest lacks {gib(smallest.lacks)}"
     above = [rung for rung in rungs if rung.size > best.size and not rung.fits]
     text = f"the largest that fits with {context} tokens, {gib(best.left)} to spare"
+    if not best.proven:
+        text = (
+            f"the largest whose weights fit, {gib(best.left)} to spare; the cache could not be "
+            f"counted, so whether {context} tokens fit is not known"
+        )
     if above:
         following = min(above, key=lambda rung: rung.size)
-        lack = following.note or f"lacks {gib(-following.left)}"
+        lack = following.note or f"lacks {gib(following.lacks)}"
         text += f"; the next, {following.name}, {lack}"
     return text
 

@@ -82,7 +82,7 @@ def admit(
         raise refusal(
             budget,
             context=best_context(machine, recipe, weights, argv),
-            quant=fitting_quant(ctx, machine, recipe, weights, argv),
+            quant=fitting_quant(ctx, machine, recipe, weights, argv, files=paths["model"]),
             mapped=recipe.engine == "llama.cpp",
         )
     return Admission(checks, budget, types_in(seen.checkpoints.values()))
@@ -94,10 +94,13 @@ def refuse_by_size(
     lock: Lock,
     argv: Sequence[str],
     machine: Machine | None = None,
+    *,
+    files: Sequence[str] = (),
 ) -> None:
     """Refuse weights that are larger than all memory there is, before hours of fetching them.
 
-    Only sizes are known yet, so nothing else is counted. Raises HostError (exit 9).
+    Only sizes are known yet, so nothing else is counted; `files` are the model's, where the user's
+    own are used in place. Raises HostError (exit 9).
     """
     machine = machine or find_machine(ctx.processes)
     weights = locked_weights(lock, {})
@@ -108,7 +111,8 @@ def refuse_by_size(
         return
     budget = recipe_budget(machine, recipe, weights, argv)
     if not budget.fits:
-        raise refusal(budget, quant=fitting_quant(ctx, machine, recipe, weights, argv))
+        at = [Path(name) for name in files]
+        raise refusal(budget, quant=fitting_quant(ctx, machine, recipe, weights, argv, files=at))
 
 
 def _refuse_files(seen: Inspected) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from bakehouse.checkpoints.files import join_gguf
 from bakehouse.checkpoints.gguf import read_gguf
@@ -15,7 +16,14 @@ from bakehouse.checkpoints.whole import Checkpoint, CheckpointFile
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, CheckpointError, NotFound
 from bakehouse.memory.demand import demand_of
-from bakehouse.memory.ladder import Figures, Variant, make_ladder, variants_in
+from bakehouse.memory.ladder import (
+    Figures,
+    Variant,
+    make_ladder,
+    model_name,
+    names_quant,
+    variants_in,
+)
 from bakehouse.memory.machine import Machine
 from bakehouse.memory.weight import Weight
 from bakehouse.recipe.model import Recipe
@@ -26,6 +34,8 @@ from bakehouse.sources.together import all_at_once
 
 AT_ONCE = 8
 """Headers that are asked for at the same time."""
+MAX_FOLDERS = 64
+"""Folders beside a model's own that are looked into."""
 MAX_HEADERS = 40
 """Files of one variant whose headers are read; more are too many requests for an estimate."""
 
@@ -45,26 +55,51 @@ def fitting_quant(
     recipe: Recipe,
     weights: Mapping[str, Weight],
     argv: Sequence[str] = (),
+    *,
+    files: Sequence[Path] = (),
 ) -> str | None:
-    """The largest quantisation in the recipe's repository that fits, smaller than its own.
+    """The largest quantisation at hand that fits, smaller than the recipe's own.
 
-    None where none does, where the model is not from the hub, or where the hub cannot be asked
-    quickly: a refusal does not wait for advice.
+    From the recipe's repository on the hub, or from what lies beside a model (`files`) of the
+    user's own. None where none does, or where the hub cannot be asked quickly: a refusal does not
+    wait for advice.
     """
     source, own = recipe.weights.model, weights["model"]
-    if source.hub is None:
-        return None
-    try:
-        listing = hub.list_files(ctx, source.hub, source.revision or "main", patient=False)
-    except BakehouseError:
-        return None
-    sizes = sizes_in(listing)
+    if source.hub is not None:
+        try:
+            listing = hub.list_files(ctx, source.hub, source.revision or "main", patient=False)
+        except BakehouseError:
+            return None
+        variants = variants_in(sizes_in(listing).items())
+    else:
+        variants = beside_files(files) if source.path is not None else ()
     figures = Figures.read(own.checkpoint, "the recipe's files") if own.checkpoint else None
-    smaller = [v for v in variants_in(sizes.items()) if v.size < own.size]
+    smaller = [v for v in variants if v.size < own.size]
     beside = {role: weight for role, weight in weights.items() if role != "model"}
     return make_ladder(
         machine, demand_of(recipe, argv), smaller, figures, beside=beside
     ).recommended
+
+
+def beside_files(files: Sequence[Path]) -> tuple[Variant, ...]:
+    """All quantisations of a model that lie where its `files` do, its own among them.
+
+    In the same folder, and where that is named by its quantisation, in those beside it. Only files
+    that have the model's name count: a folder may hold many models.
+    """
+    ggufs = [path for path in files if path.suffix == ".gguf"]
+    if not ggufs:
+        return ()
+    folder, wanted = ggufs[0].parent, model_name(ggufs[0].name)
+    folders = [folder]
+    if names_quant(folder.name):
+        folders += [f for f in sorted(folder.parent.glob("*")) if f != folder and f.is_dir()]
+    found = []
+    for path in (p for place in folders[:MAX_FOLDERS] for p in sorted(place.glob("*.gguf"))):
+        with suppress(OSError):  # one that vanishes, or a link to nowhere
+            if model_name(path.name) == wanted and path.is_file() and path.stat().st_size:
+                found.append((str(path), path.stat().st_size))
+    return variants_in(found)
 
 
 def sizes_in(listing: hub.HubListing) -> dict[str, int]:

@@ -61,7 +61,24 @@ def pin_weights(
     return pin
 
 
+def look_first(ctx: Context, folder: Path, weights: Weights) -> None:
+    """See what costs nothing to see, before the sources are fetched and unpacked.
+
+    Raises LockError, NotFound or CheckpointError for local files, UsageError for a hub's address.
+    """
+    if weights.path is not None:
+        _local(folder, weights)
+    elif weights.hub is not None:
+        hub.endpoint(ctx.environment)
+
+
 def _pin_local(ctx: Context, folder: Path, weights: Weights) -> WeightPin:
+    origin, base, names = _local(folder, weights)
+    return WeightPin(origin=origin, files=_hashes(ctx, base, names))
+
+
+def _local(folder: Path, weights: Weights) -> tuple[str, Path, list[str]]:
+    """Origin, folder and names of a user's own files, their headers checked."""
     origin = str(weights.path)
     path = Path(os.path.abspath(folder / Path(origin).expanduser()))
     if (path / "snapshots").is_dir() and (path / "blobs").is_dir():
@@ -98,7 +115,7 @@ def _pin_local(ctx: Context, folder: Path, weights: Weights) -> WeightPin:
         )
     base = local_base(folder, origin)
     check_headers([base / name for name in names])
-    return WeightPin(origin=origin, files=_hashes(ctx, base, names))
+    return origin, base, names
 
 
 def _hashes(ctx: Context, base: Path, names: Sequence[str]) -> tuple[FilePin, ...]:

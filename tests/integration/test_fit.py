@@ -209,6 +209,107 @@ def test_missing_splits_are_not_recommended(hub: tuple[FakeHub, Context]) -> Non
     outcome = fit.run(ctx, fit.Options(hub="o/m", host="gb10"))
     assert outcome.result["recommended"] is None
     assert "missing" in outcome.result["rungs"][0]["note"]
+    assert outcome.error
+    assert "files are missing from the listing" in outcome.error.what
+
+
+@pytest.mark.parametrize(
+    ("options", "exit_code", "verdict"),
+    [
+        ({"host": "gb10"}, 0, "passed"),
+        ({"host": "unified:64GiB"}, 9, "failed"),
+        ({"host": "cpu:8GiB"}, 9, "failed"),
+        ({"host": "gb10", "context": "1048576"}, 0, "passed"),
+        ({"host": "unified:100GiB", "context": "262144"}, 0, "passed"),
+        ({"host": "unified:100GiB", "context": "1048576"}, 9, "failed"),
+    ],
+)
+def test_a_script_can_tell_whether_anything_fits(
+    hub: tuple[FakeHub, Context],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: dict[str, str],
+    exit_code: int,
+    verdict: str,
+) -> None:
+    fake, ctx = hub
+    glm(fake)
+    monkeypatch.setenv("HF_ENDPOINT", ctx.environment["HF_ENDPOINT"])
+    assert main("fit", {"hub": "o/m", **options}, json=True) == exit_code
+    document = json.loads(capsys.readouterr().out)
+    assert document["exit"] == exit_code
+    assert [c["verdict"] for c in document["checks"] if c["id"] == "fit"] == [verdict]
+    assert len(document["result"]["rungs"]) == len(LISTED)  # the ladder is there all the same
+    if exit_code:
+        assert document["error"]["id"] == "memory"
+        assert "the smallest lacks" in document["error"]["what"]
+        assert "lacks -" not in document["error"]["what"]
+
+
+def test_what_could_not_be_counted_is_not_said_to_fit(hub: tuple[FakeHub, Context]) -> None:
+    fake, ctx = hub
+    fake.put("m-Q4_K_M.gguf", b"Entry not found", 9_000_000_000)
+    outcome = fit.run(ctx, fit.Options(hub="o/m", host="gb10"))
+    assert outcome.checks[0].verdict == "unknown"
+    assert "is not known" in outcome.result["why"]
+    assert outcome.error is None
+
+
+def local(folder: Path, quant: str, size: float, *, name: str = "GLM-5.3-Flash") -> Path:
+    path = folder / f"{name}-{quant}.gguf"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(split_head(0, 1, int(size * 1e9)))
+    os.truncate(path, int(size * 1e9))
+    return path
+
+
+@pytest.mark.parametrize("layout", ["one folder", "a folder each"])
+def test_a_refusal_names_what_lies_beside_a_local_model(
+    context: Context, tmp_path: Path, layout: str
+) -> None:
+    paths = {
+        quant: local(tmp_path / (quant if layout == "a folder each" else "all"), quant, sum(sizes))
+        for quant, sizes in LISTED.items()
+    }
+    folder = paths["UD-IQ3_XXS"].parent
+    local(folder, "Q8_0", 110.0, name="Some-Other-Model")
+    local(folder, "UD-Q2_K_L-00001-of-00002", 60)  # a download that was not ended
+    (folder / "GLM-5.3-Flash-UD-Q2_K_M.gguf").symlink_to("nowhere")
+    (folder / "GLM-5.3-Flash-Q2_K_S.gguf").write_bytes(b"")
+    own = paths["UD-IQ3_XXS"]
+    command = "{{ server }} -m {{ weights.model.first }} --no-mmap"
+    recipe = make_loaded(
+        tmp_path, weights={"model": {"path": str(own)}},
+        serve={"command": command, "context": 262_144, "kv_cache": "q8_0"},
+    ).recipe  # fmt: skip
+    pin = FilePin(path=own.name, size=own.stat().st_size, sha256="0" * 64)
+    lock = Lock(recipe="r", engine="llama.cpp", wants="w",
+                weights={"model": WeightPin(origin=str(own), files=(pin,))})  # fmt: skip
+    argv = ("llama-server", "--no-mmap", "-c", "262144", "-ctk", "q8_0", "-ctv", "q8_0", "--jinja",
+            "--chat-template", "chatml")  # fmt: skip
+    gb10 = PROFILES["gb10"]
+    for refuse in (
+        lambda: admit(context, recipe, lock, {"model": (str(own),)}, argv, machine=gb10),
+        lambda: refuse_by_size(context, recipe, lock, argv, gb10, files=(str(own),)),
+    ):
+        with pytest.raises(HostError, match="does not fit") as caught:
+            refuse()
+        assert "take UD-Q2_K_XL, the largest" in str(caught.value.hint)
+
+
+def test_fit_shows_what_lies_beside_a_local_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for quant, sizes in LISTED.items():
+        local(tmp_path, quant, sum(sizes))
+    local(tmp_path, "Q8_0", 1.0, name="Some-Other-Model")
+    recipe = tmp_path / "local.yaml"
+    text = RECIPE.format(commit="0" * 40).replace("m.gguf", "GLM-5.3-Flash-UD-IQ3_XXS.gguf")
+    recipe.write_text(text)
+    assert main("fit", {"recipe": str(recipe), "host": "gb10"}, json=True) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert [rung["name"] for rung in result["rungs"]] == list(LISTED)
+    assert result["recommended"] == "UD-Q2_K_XL"
 
 
 def test_safetensors_and_their_config(hub: tuple[FakeHub, Context]) -> None:
@@ -283,6 +384,6 @@ def test_a_recipe_s_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     result = document["result"]
     assert result["rungs"][0]["context"] == 2048
     assert result["shape"]["architecture"] == "llama"
-    assert document["checks"][0]["verdict"] == "passed"
+    assert {check["verdict"] for check in document["checks"]} == {"passed"}
     items = {line["item"]: line["bytes"] for line in result["budget"]["lines"]}
     assert items["cache, full attention"] == 1024 * 2 * 2 * 32 * 2

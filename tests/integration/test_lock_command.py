@@ -19,7 +19,7 @@ import pytest
 
 from bakehouse.commands import build, fetch, lock, plan, serve
 from bakehouse.context import Context
-from bakehouse.errors import HostError, LockError
+from bakehouse.errors import BakehouseError, HostError, LockError
 from bakehouse.progress import Silent
 from bakehouse.recipe.load import load
 from bakehouse.resolve import ensure_lock, lock_path, read_lock
@@ -330,3 +330,29 @@ def test_kill_in_the_middle_of_unpacking(ctx: Context, tmp_path: Path, after: fl
     found = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
     assert found == {name.rpartition("/")[2]: content for name, content in files.items()}
     assert not list(ctx.places.git.glob(".unpack-*"))
+
+
+@pytest.mark.parametrize(
+    ("weights", "why"),
+    [
+        ({"path": "none.gguf"}, "not there"),
+        ({"path": "pointer.gguf"}, "git-lfs pointer"),
+        ({"path": "half-00001-of-00002.gguf"}, "1 of 2 files"),
+        ({"path": "config"}, "no weight file"),
+        ({"hub": "o/m", "files": "*.gguf"}, "HF_ENDPOINT has to be an https address"),
+    ],
+)
+def test_what_is_cheap_to_see_is_seen_before_the_source_is_fetched(
+    ctx: Context, repo: Repo, weights: dict[str, str], why: str
+) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (ctx.recipes / "pointer.gguf").write_bytes(pointer)
+    (ctx.recipes / "half-00001-of-00002.gguf").write_bytes(MODEL)
+    (ctx.recipes / "config").mkdir()
+    (ctx.recipes / "config" / "config.json").write_text("{}")
+    ctx = replace(ctx, environment={**ctx.environment, "HF_ENDPOINT": "http://hub.example"})
+    write(ctx, source={"git": repo.url, "commit": repo.commit({"a": "1"})},
+          weights={"model": weights})  # fmt: skip
+    with pytest.raises(BakehouseError, match=why):
+        lock.run(ctx, lock.Options(recipe="test"))
+    assert not list(ctx.places.git.glob("*"))
