@@ -309,7 +309,7 @@ def fit(
     json: bool = False,
     debug: bool = False,
 ) -> None:
-    """Say which quantisations fit a machine, and with what context; exit 9 where none does."""
+    """Say which quantisations fit a machine, and with what context."""
     _main(
         "fit", json, debug,
         recipe=recipe, set_=set_, hub=hub, revision=revision, context=context, host=host,
