@@ -16,6 +16,11 @@ from invoke.tasks import task
 RECIPE = "a name in recipes/, or a path to a recipe"
 SET = "override one key, e.g. serve.context=65536 (YAML; may be repeated)"
 LOCKED = "refuse to create or change the lock"
+PATCHES = {
+    "patch": "add a pinned patch for this run: its number, or OWNER/NAME#ID (may be repeated)",
+    "no_patch": "leave one of the recipe's patches out of this run (may be repeated)",
+    "allow": "how loosely --patch may fit: offset or fuzz (default: exactly)",
+}
 
 Flags = Sequence[str] | None
 
@@ -32,20 +37,22 @@ def _task(**flags: str) -> Callable[[Callable[..., None]], Any]:
     return made
 
 
-def _main(name: str, json: bool, debug: bool, **flags: str | bool | Flags) -> None:
+def _main(name: str, given: dict[str, Any]) -> None:
+    """Hand a task's own arguments on, as its `locals()` has them."""
+    flags = {flag: value for flag, value in given.items() if flag not in ("_", "json", "debug")}
     try:
         from bakehouse.cli import leave, main
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
     recipes = Path(__file__).resolve().with_name("recipes")
-    leave(main(name, flags, json=json, debug=debug, recipes=recipes))
+    leave(main(name, flags, json=given["json"], debug=given["debug"], recipes=recipes))
 
 
 @_task()
 def recipes(_: Context, json: bool = False, debug: bool = False) -> None:
     """List the recipes that there are, and whether each is locked."""
-    _main("recipes", json, debug)
+    _main("recipes", locals())
 
 
 @_task(recipe=RECIPE, set_=SET)
@@ -57,7 +64,7 @@ def show(
     debug: bool = False,
 ) -> None:
     """Print a recipe as it is after includes and overrides."""
-    _main("show", json, debug, recipe=recipe, set_=set_)
+    _main("show", locals())
 
 
 @_task(recipe=f"{RECIPE}; without it, all of them", set_=SET)
@@ -69,7 +76,7 @@ def check(
     debug: bool = False,
 ) -> None:
     """Name every fault in a recipe, as file:line:column: message."""
-    _main("check", json, debug, recipe=recipe, set_=set_)
+    _main("check", locals())
 
 
 @_task(recipe=RECIPE, set_=SET, update="move pins that are there, and print what moved")
@@ -82,19 +89,22 @@ def lock(
     debug: bool = False,
 ) -> None:
     """Resolve a recipe to exact pins and write them beside it."""
-    _main("lock", json, debug, recipe=recipe, set_=set_, update=update)
+    _main("lock", locals())
 
 
-@_task(recipe=RECIPE, set_=SET)
+@_task(recipe=RECIPE, set_=SET, **PATCHES)
 def plan(
     _: Context,
     recipe: str | None = None,
     set_: Flags = None,
+    patch: Flags = None,
+    no_patch: Flags = None,
+    allow: str | None = None,
     json: bool = False,
     debug: bool = False,
 ) -> None:
     """Print every step that build and serve would run; run none."""
-    _main("plan", json, debug, recipe=recipe, set_=set_)
+    _main("plan", locals())
 
 
 @_task(
@@ -113,7 +123,7 @@ def fetch(
     debug: bool = False,
 ) -> None:
     """Fetch sources and weights, by hash, resuming what is there."""
-    _main("fetch", json, debug, recipe=recipe, set_=set_, locked=locked, rehash=rehash)
+    _main("fetch", locals())
 
 
 @_task(
@@ -122,6 +132,7 @@ def fetch(
     locked=LOCKED,
     jobs="how many files to compile at once (default: by cores and free memory)",
     dry_run="print what would be run, and run nothing",
+    **PATCHES,
 )
 def build(
     _: Context,
@@ -130,14 +141,14 @@ def build(
     locked: bool = False,
     jobs: str | None = None,
     dry_run: bool = False,
+    patch: Flags = None,
+    no_patch: Flags = None,
+    allow: str | None = None,
     json: bool = False,
     debug: bool = False,
 ) -> None:
     """Build the engine from its pinned source, or reuse a build."""
-    _main(
-        "build", json, debug,
-        recipe=recipe, set_=set_, locked=locked, jobs=jobs, dry_run=dry_run,
-    )  # fmt: skip
+    _main("build", locals())
 
 
 @_task(
@@ -151,6 +162,7 @@ def build(
     foreground="stay, and stop the server when interrupted",
     watch="stay, and judge it again and again: the time between, e.g. 10m",
     instance="a name for a second server of this recipe, beside the first",
+    **PATCHES,
 )
 def serve(
     _: Context,
@@ -164,22 +176,20 @@ def serve(
     accept_memory_risk: str | None = None,
     watch: str | None = None,
     instance: str | None = None,
+    patch: Flags = None,
+    no_patch: Flags = None,
+    allow: str | None = None,
     json: bool = False,
     debug: bool = False,
 ) -> None:
     """Build, fetch, start and prove a server; done when it is READY."""
-    _main(
-        "serve", json, debug,
-        recipe=recipe, set_=set_, locked=locked, port=port, host=host, dry_run=dry_run,
-        foreground=foreground, accept_memory_risk=accept_memory_risk,
-        watch=watch, instance=instance,
-    )  # fmt: skip
+    _main("serve", locals())
 
 
 @_task(recipe=f"{RECIPE}; without it, all servers")
 def status(_: Context, recipe: str | None = None, json: bool = False, debug: bool = False) -> None:
     """Say which servers run, and how others came to an end."""
-    _main("status", json, debug, recipe=recipe)
+    _main("status", locals())
 
 
 @_task(
@@ -196,7 +206,7 @@ def logs(
     debug: bool = False,
 ) -> None:
     """Print a server's log."""
-    _main("logs", json, debug, recipe=recipe, lines=lines, follow=follow)
+    _main("logs", locals())
 
 
 @_task(recipe=RECIPE, all_="every server that runs")
@@ -208,7 +218,7 @@ def stop(
     debug: bool = False,
 ) -> None:
     """Stop a server and all its children."""
-    _main("stop", json, debug, recipe=recipe, all_=all_)
+    _main("stop", locals())
 
 
 @_task(
@@ -231,11 +241,7 @@ def probe(
     debug: bool = False,
 ) -> None:
     """Judge a running server by questions with known answers."""
-    _main(
-        "probe", json, debug,
-        recipe=recipe, set_=set_, url=url, model=model, api_key_env=api_key_env,
-        accept_golden=accept_golden,
-    )  # fmt: skip
+    _main("probe", locals())
 
 
 @_task(
@@ -262,11 +268,7 @@ def watch(
     debug: bool = False,
 ) -> None:
     """Judge a running server again and again."""
-    _main(
-        "watch", json, debug,
-        recipe=recipe, set_=set_, url=url, model=model, api_key_env=api_key_env, every=every,
-        count=count, on_failure=on_failure,
-    )  # fmt: skip
+    _main("watch", locals())
 
 
 @_task(
@@ -283,7 +285,7 @@ def diagnose(
     debug: bool = False,
 ) -> None:
     """Say what a build or server log means, first cause first."""
-    _main("diagnose", json, debug, file=file, engine=engine, stage=stage)
+    _main("diagnose", locals())
 
 
 @_task(
@@ -310,11 +312,7 @@ def fit(
     debug: bool = False,
 ) -> None:
     """Say which quantisations fit a machine, and with what context."""
-    _main(
-        "fit", json, debug,
-        recipe=recipe, set_=set_, hub=hub, revision=revision, context=context, host=host,
-        kv_cache=kv_cache, speculation=speculation,
-    )  # fmt: skip
+    _main("fit", locals())
 
 
 @_task(
@@ -331,16 +329,55 @@ def reshard(
     debug: bool = False,
 ) -> None:
     """Rewrite a checkpoint into small shards, and verify them."""
-    _main("reshard", json, debug, checkpoint=checkpoint, out=out, max_shard=max_shard)
+    _main("reshard", locals())
 
 
-@_task(recipe=f"{RECIPE} (may be repeated)")
-def nightly(_: Context, recipe: Flags = None, json: bool = False, debug: bool = False) -> None:
+@_task(recipe=f"{RECIPE} (may be repeated)", **PATCHES)
+def nightly(
+    _: Context,
+    recipe: Flags = None,
+    patch: Flags = None,
+    no_patch: Flags = None,
+    allow: str | None = None,
+    json: bool = False,
+    debug: bool = False,
+) -> None:
     """Check, build, serve, prove and stop each recipe; sum it up."""
-    _main("nightly", json, debug, recipe=recipe)
+    _main("nightly", locals())
+
+
+@_task(
+    pr="a pull request's number",
+    url="the address of a diff, a commit or a pull request",
+    file="a diff on this machine",
+    commit="a commit's 40 hex digits",
+    repo="whose it is, OWNER/NAME (default: the engine's upstream)",
+    recipe=f"{RECIPE}, to try it on; without it, all recipes of that engine",
+    update="accept that it is another one than was pinned",
+    vendor="keep the diff itself beside its manifest",
+    allow="how loosely it may fit: offset or fuzz (default: exactly)",
+    dry_run="fetch, compare and try; write nothing",
+)
+def patch(
+    _: Context,
+    pr: str | None = None,
+    url: str | None = None,
+    file: str | None = None,
+    commit: str | None = None,
+    repo: str | None = None,
+    recipe: str | None = None,
+    update: bool = False,
+    vendor: bool = False,
+    allow: str | None = None,
+    dry_run: bool = False,
+    json: bool = False,
+    debug: bool = False,
+) -> None:
+    """Fetch and pin a patch, and try it on the recipes' sources."""
+    _main("patch", locals())
 
 
 @_task()
 def doctor(_: Context, json: bool = False, debug: bool = False) -> None:
     """Say what this machine has and lacks, and how to mend it."""
-    _main("doctor", json, debug)
+    _main("doctor", locals())

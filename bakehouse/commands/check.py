@@ -11,7 +11,7 @@ from bakehouse.checks import Check, check
 from bakehouse.context import Context
 from bakehouse.errors import Fault, LockError, NotFound, RecipeError
 from bakehouse.outcome import Outcome
-from bakehouse.preflight import combinations, rules
+from bakehouse.preflight import combinations, pinned, rules
 from bakehouse.recipe.faults import shown
 from bakehouse.recipe.load import Loaded, find, load, names
 from bakehouse.resolve import drift, lock_path, read_lock
@@ -33,6 +33,8 @@ class _Judged:
     faults: list[Fault] = field(default_factory=list)
     bad: tuple[Check, ...] = ()
     """Combinations that are known to be bad, acknowledged ones included."""
+    notes: tuple[str, ...] = ()
+    """What is no fault and still has to be done."""
 
 
 def run(ctx: Context, options: Options) -> Outcome:
@@ -46,7 +48,9 @@ def run(ctx: Context, options: Options) -> Outcome:
     lines = list(dict.fromkeys(str(fault) for fault in faults))
     lines.append(_summary(len(judged), len(lines)))
     lines[:0] = [
-        f"{shown(one.path)}: {line}" for one in judged for line in combinations.warnings(one.bad)
+        f"{shown(one.path)}: {line}"
+        for one in judged
+        for line in (*combinations.warnings(one.bad), *one.notes)
     ]
     result = {"recipes": [_data(one) for one in judged]}
     return Outcome(result, "\n".join(lines), tuple(map(_check, judged)), 2 if faults else 0)
@@ -59,8 +63,10 @@ def _judge(ctx: Context, path: Path, overrides: tuple[str, ...]) -> _Judged:
     except RecipeError as error:
         return _Judged(path, None, list(error.faults))
     bad = combinations.known_bad(loaded, types=_types(ctx, loaded))
-    found = [*rules.faults(loaded), *combinations.faults(loaded, bad)]
-    return _Judged(path, loaded, found, bad)
+    found = [
+        *rules.faults(loaded), *combinations.faults(loaded, bad), *pinned.faults(ctx, loaded)
+    ]  # fmt: skip
+    return _Judged(path, loaded, found, bad, pinned.notes(ctx, loaded))
 
 
 def _types(ctx: Context, loaded: Loaded) -> frozenset[str]:
@@ -108,4 +114,5 @@ def _data(one: _Judged) -> dict[str, Any]:
         "ok": not one.faults,
         "faults": [vars(fault) for fault in one.faults],
         "known_bad": [found.to_data() for found in one.bad],
+        "notes": list(one.notes),
     }

@@ -8,6 +8,7 @@ from bakehouse.context import Context
 from bakehouse.host import read_host
 from bakehouse.lock import Lock
 from bakehouse.outcome import Outcome
+from bakehouse.preflight import pinned
 from bakehouse.preflight.rules import load_sound
 from bakehouse.recipe.load import find
 from bakehouse.resolve import ensure_lock, lock_path
@@ -31,6 +32,7 @@ class Options:
 def run(ctx: Context, options: Options) -> Outcome:
     """Fetch what is missing; nothing is fetched where all is here."""
     loaded = load_sound(find(options.recipe, ctx.recipes), options.set)
+    pinned.require(ctx, loaded)
     lock = ensure_lock(ctx, loaded, locked=options.locked)
     ensure_tree(ctx, lock)
     wheels = fetch_toolkit(ctx, lock.toolkit) if lock.toolkit else ()

@@ -8,6 +8,7 @@ from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, LockError
 from bakehouse.lock import Drift, Lock, changes, describe, moved_line
 from bakehouse.outcome import Outcome
+from bakehouse.preflight import pinned
 from bakehouse.preflight.rules import load_sound
 from bakehouse.recipe.load import Loaded, find
 from bakehouse.resolve import ensure_lock, lock_path, moved_refs, read_lock
@@ -26,6 +27,7 @@ class Options:
 def run(ctx: Context, options: Options) -> Outcome:
     """Write the lock where there is none; with `update`, move its pins."""
     loaded = load_sound(find(options.recipe, ctx.recipes), options.set)
+    pinned.require(ctx, loaded)
     path = lock_path(loaded.path)
     before = _before(loaded)
     lock = ensure_lock(ctx, loaded, update=options.update, say=False)

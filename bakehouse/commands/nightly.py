@@ -11,6 +11,7 @@ from bakehouse.context import Context
 from bakehouse.errors import HostError, UsageError
 from bakehouse.nightly import RecipeResult, Stage, run_recipe, table, worst
 from bakehouse.outcome import Outcome
+from bakehouse.patches import for_run
 from bakehouse.recipe.load import find, load
 from bakehouse.resolve import ensure_lock
 from bakehouse.serve.control import stop
@@ -24,12 +25,16 @@ class Options:
     """What the task was given."""
 
     recipe: tuple[str, ...] = ()
+    patch: tuple[str, ...] = ()
+    no_patch: tuple[str, ...] = ()
+    allow: str = ""
 
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Run all recipes; the exit code is that of the worst. One failure stops none of the others."""
     if not options.recipe:
         raise UsageError("no recipe is named", hint="--recipe NAME, once for each recipe")
+    for_run.asked(options)
     from filelock import FileLock, Timeout  # only this task needs it
 
     ctx.places.state.mkdir(parents=True, exist_ok=True)
@@ -50,7 +55,7 @@ def _night(ctx: Context, options: Options) -> Outcome:
     results = []
     for recipe in dict.fromkeys(options.recipe):
         ctx.progress.say(f"== {recipe}")
-        results.append(_recipe(ctx, recipe))
+        results.append(_recipe(ctx, recipe, options))
         ctx.progress.say(f"== {recipe}: {results[-1].says}")
     result: dict[str, Any] = {
         "started": started.isoformat(timespec="seconds"),
@@ -65,8 +70,9 @@ def _night(ctx: Context, options: Options) -> Outcome:
     return Outcome({**result, "path": str(path)}, text, exit=exit_code)
 
 
-def _recipe(ctx: Context, recipe: str) -> RecipeResult:
+def _recipe(ctx: Context, recipe: str, options: Options) -> RecipeResult:
     served: list[str] = []
+    patch, no_patch, allow = options.patch, options.no_patch, options.allow
 
     def lock_stage(name: str) -> str:
         loaded = load(find(name, ctx.recipes))
@@ -75,11 +81,15 @@ def _recipe(ctx: Context, recipe: str) -> RecipeResult:
         return "recipe and lock agree"
 
     def build_stage(name: str) -> str:
-        made = build.run(ctx, build.Options(recipe=name, locked=True)).result
+        wish = build.Options(name, locked=True, patch=patch, no_patch=no_patch, allow=allow)
+        made = build.run(ctx, wish).result
         return "reused" if made["reused"] else f"built in {made['seconds']:.0f} s"
 
     def serve_stage(name: str) -> str:
-        asked = serve.Options(recipe=name, locked=True, port="0", instance=INSTANCE)
+        asked = serve.Options(
+            recipe=name, locked=True, port="0", instance=INSTANCE,
+            patch=patch, no_patch=no_patch, allow=allow,
+        )  # fmt: skip
         ready = serve.run(ctx, asked)
         return f"READY, {ready.result['summary']}"
 

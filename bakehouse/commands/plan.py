@@ -15,11 +15,11 @@ from bakehouse.memory.recipe import find_machine, locked_weights, recipe_budget
 from bakehouse.memory.types import Budget
 from bakehouse.memory.weight import Weight
 from bakehouse.outcome import Outcome
+from bakehouse.patches import for_run
 from bakehouse.plan.types import ImagePlan, Plan
 from bakehouse.plan.whole import make_plan, survey
 from bakehouse.preflight import combinations
 from bakehouse.recipe.load import Loaded, find
-from bakehouse.resolve import ensure_lock
 from bakehouse.sources.weights import locate
 
 
@@ -29,12 +29,17 @@ class Options:
 
     recipe: str
     set: tuple[str, ...] = ()
+    patch: tuple[str, ...] = ()
+    no_patch: tuple[str, ...] = ()
+    allow: str = ""
 
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Plan; needs the lock, no network, and runs no step."""
-    loaded = combinations.load_good(find(options.recipe, ctx.recipes), options.set)
-    lock = ensure_lock(ctx, loaded, locked=True)
+    asked = for_run.asked(options)
+    path = find(options.recipe, ctx.recipes)
+    loaded = combinations.load_good(path, options.set, asked.change(ctx))
+    lock = for_run.ensure(ctx, loaded, asked, options.set, locked=True, fetch=False)
     plan, _ = make_plan(loaded, lock, survey(ctx, loaded.recipe, lock), ctx.places)
     lines = [f"recipe {plan.recipe}, lock {plan.lock}", ""]
     lines += step_lines(plan.fetch)

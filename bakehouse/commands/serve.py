@@ -20,6 +20,7 @@ from bakehouse.lock import Lock
 from bakehouse.memory.machine import Machine
 from bakehouse.memory.recipe import find_machine
 from bakehouse.outcome import Outcome
+from bakehouse.patches import for_run, standing
 from bakehouse.plan.types import BuildPlan, ServePlan
 from bakehouse.plan.whole import compiled, make_plan, survey
 from bakehouse.preflight import combinations
@@ -31,7 +32,6 @@ from bakehouse.recipe.guard import MemoryGuard
 from bakehouse.recipe.load import Loaded, find
 from bakehouse.recipe.model import Recipe
 from bakehouse.records.store import Run
-from bakehouse.resolve import ensure_lock
 from bakehouse.serve.able import know_flags, see_gpu, unknown_lines
 from bakehouse.serve.bring import Order, Ready, bring_up, identity_digest
 from bakehouse.serve.control import look
@@ -66,6 +66,9 @@ class Options:
     """Time between two rounds of a watch that begins once it is ready; without it, no watch."""
     instance: str = ""
     """A second server of one recipe, beside the one that people use, has a name of its own."""
+    patch: tuple[str, ...] = ()
+    no_patch: tuple[str, ...] = ()
+    allow: str = ""
 
     def server_name(self, recipe: str) -> str:
         """Name of the server's folder; no recipe's name holds an `@`."""
@@ -93,7 +96,9 @@ class Wanted:
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Build, fetch, launch, prove. Raises every class of `errors`, each with its exit code."""
-    loaded = combinations.load_good(find(options.recipe, ctx.recipes), options.set_)
+    asked = for_run.asked(options)
+    path = find(options.recipe, ctx.recipes)
+    loaded = combinations.load_good(path, options.set_, asked.change(ctx))
     recipe = loaded.recipe
     if recipe.engine != "llama.cpp":
         raise UsageError(
@@ -110,14 +115,16 @@ def run(ctx: Context, options: Options) -> Outcome:
     if options.watch:
         _read_watch(options)
     if options.dry_run:
-        lock = ensure_lock(ctx, loaded, locked=True)
+        lock = for_run.ensure(ctx, loaded, asked, options.set_, locked=True, fetch=False)
         return _dry(wanted_server(ctx, loaded, lock, options, key))
     hidden = [recipe.serve.api_key.env] if recipe.serve.api_key and recipe.serve.api_key.env else []
     with Run.start(ctx, "serve", recipe.name, secrets=[*recipe.secrets, *hidden]) as record:
         if key:
             record.hide(key)
-        lock = ensure_lock(ctx, loaded, locked=options.locked)
+        lock = for_run.ensure(ctx, loaded, asked, options.set_, locked=options.locked)
         record.pin(lock=digest(lock))
+        for_run.note(asked, lock, record)
+        unsound = _unsound(ctx, lock, recipe.name, record)
         wanted = wanted_server(ctx, loaded, lock, options, key)
         prepare(ctx, wanted, options, record)
         ready = bring(
@@ -127,8 +134,23 @@ def run(ctx: Context, options: Options) -> Outcome:
         record.fact("loading_seconds", round(ready.loading, 3))
         record.fact("proving_seconds", round(ready.proving, 3))
         record.finish(f"READY at {ready.server.url}: {ready.evidence.summary}")
-    outcome = _outcome(ctx, wanted, ready, record.record)
+    outcome = _outcome(ctx, wanted, ready, record.record, unsound)
     return _watch(ctx, options, outcome) if options.watch else outcome
+
+
+def _unsound(ctx: Context, lock: Lock, recipe: str, record: Run) -> tuple[str, ...]:
+    """Say, and put on record, which patches were judged or are known to be unsound."""
+    found = standing.unsound(ctx, lock, recipe)
+    lines = tuple(one.line() for one in found)
+    for line in lines:
+        ctx.progress.say(line)
+    if found:
+        record.fact("unsound_patches", [
+            {"patch": one.patch, "word": one.word, "why": one.why,
+             "verdict": one.verdict.to_data() if one.verdict else None}
+            for one in found
+        ])  # fmt: skip
+    return lines
 
 
 def _read_watch(options: Options) -> None:
@@ -312,13 +334,16 @@ def _dry(wanted: Wanted) -> Outcome:
     return Outcome(result={"build": wanted.build, "serve": wanted.plan}, text="\n".join(lines))
 
 
-def _outcome(ctx: Context, wanted: Wanted, ready: Ready, record: Path) -> Outcome:
+def _outcome(
+    ctx: Context, wanted: Wanted, ready: Ready, record: Path, unsound: tuple[str, ...] = ()
+) -> Outcome:
     server, evidence = ready.server, ready.evidence
     stop = f"invoke stop --recipe {wanted.folder.name}"
     how = "proven again" if ready.again else f"loaded in {ready.loading:.1f} s, proven"
     text = [
         *answer_lines(evidence.answers),
         evidence.summary,
+        *unsound,
         "",
         f"READY   {server.url}  ({how} in {ready.proving:.1f} s)",
         f"model   {wanted.asked.name}",
@@ -333,6 +358,7 @@ def _outcome(ctx: Context, wanted: Wanted, ready: Ready, record: Path) -> Outcom
         "log": str(server.log), "stop": stop, "summary": evidence.summary,
         "answers": [a.to_data() for a in evidence.answers],
         "suites": [s.record().to_data() for s in evidence.suites],
+        "unsound_patches": list(unsound),
     }  # fmt: skip
     lines = _stay(ctx, ready.link) if ready.link else ()
     return Outcome(result, "\n".join(text), tuple(evidence.checks), lines=lines)

@@ -171,6 +171,20 @@ class Git:
 
         `url` is the one remote that the command may speak to.
         """
+        return self.ask_both(
+            repository, *arguments, url=url, stdin=stdin, extra=extra, timeout=timeout
+        )[0]
+
+    def ask_both(
+        self,
+        repository: Path | None,
+        *arguments: str,
+        url: str | None = None,
+        stdin: bytes | None = None,
+        extra: Mapping[str, str] | None = None,
+        timeout: float = 120,
+    ) -> tuple[str, str]:
+        """Do the same, and give what it wrote to standard error as well."""
         self.check()
         argv = self._argv(repository, arguments)
         done = self._processes.capture(
@@ -178,7 +192,7 @@ class Git:
         )
         if not done.ok:
             raise _failed(arguments[0], done.code, done.err or done.out)
-        return done.out
+        return done.out, done.err
 
     def run(
         self,

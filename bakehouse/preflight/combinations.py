@@ -6,7 +6,7 @@ headers and this machine's GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -66,9 +66,16 @@ def known_bad(
     return judge(loaded.recipe, situation, shown(loaded.path))
 
 
-def load_good(path: Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Load a recipe that neither contradicts itself nor is, by its own words, known to be bad."""
-    loaded = load_sound(path, overrides)
+def load_good(
+    path: Path,
+    overrides: Sequence[str] = (),
+    change: Callable[[Loaded], Loaded] | None = None,
+) -> Loaded:
+    """Load a recipe that neither contradicts itself nor is, by its own words, known to be bad.
+
+    `change` makes of it what one run is to have, which is then what gets judged.
+    """
+    loaded = load_sound(path, overrides, change)
     refuse(loaded, known_bad(loaded))
     return loaded
 

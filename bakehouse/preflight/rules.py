@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bakehouse.engines.llamacpp import server
@@ -48,9 +48,17 @@ def require(loaded: Loaded) -> None:
         raise RecipeError(f"the recipe {loaded.recipe.name} contradicts itself", found)
 
 
-def load_sound(path: Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Load a recipe that does not contradict itself. Raises RecipeError with every fault."""
+def load_sound(
+    path: Path,
+    overrides: Sequence[str] = (),
+    change: Callable[[Loaded], Loaded] | None = None,
+) -> Loaded:
+    """Load a recipe that does not contradict itself, `change` applied first where it is given.
+
+    Raises RecipeError with every fault.
+    """
     loaded = load(path, overrides)
+    loaded = change(loaded) if change else loaded
     require(loaded)
     return loaded
 

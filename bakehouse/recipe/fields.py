@@ -86,6 +86,13 @@ Reference = Annotated[
     _schema(_REFERENCE),
 ]
 """A container image."""
+
+
+def matches_repo(text: str) -> bool:
+    """Whether a text is `OWNER/NAME`."""
+    return re.fullmatch(_HUB, text) is not None
+
+
 Hub = Annotated[Text, _matches(_HUB, "write owner/name"), _schema(_HUB)]
 PatchId = Annotated[
     Text,

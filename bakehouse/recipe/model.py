@@ -24,6 +24,7 @@ from bakehouse.recipe.fields import (
 from bakehouse.recipe.gate import Probe, default_suites
 from bakehouse.recipe.guard import MemoryGuard
 from bakehouse.recipe.memory import Memory
+from bakehouse.recipe.patches import Patch
 from bakehouse.recipe.scalars import (
     Anything,
     Duration,
@@ -48,15 +49,6 @@ class HostNeeds(Frozen):
     compute_capability: Version | None = None
     memory: Literal["unified", "discrete"] | None = None
     memory_size: Size | None = None
-
-
-class LocalPatch(Frozen):
-    """A patch in a file, relative to the recipe."""
-
-    file: Filled
-    sha256: Sha256 | None = None
-    lifts: tuple[Filled, ...] = ()
-    """Ids of rules that the patch makes obsolete; only an experimental recipe may rely on it."""
 
 
 class Archive(Frozen):
@@ -92,7 +84,8 @@ class Source(Frozen):
     commit: Text | None = None
     """40 hex digits; fewer only beside `ref`."""
     archive: Archive | None = None
-    patches: tuple[LocalPatch, ...] = ()
+    patches: tuple[Patch, ...] = ()
+    """Applied in this order, all of them or nothing."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -214,7 +207,7 @@ class Image(Frozen):
     ref: References
     source: Source | None = None
     """vLLM's Python from a branch, at an exact commit, laid over the base image."""
-    patches: tuple[LocalPatch, ...] = ()
+    patches: tuple[Patch, ...] = ()
     """Applied to the base image's own Python packages; paths as in site-packages."""
 
     @model_validator(mode="after")
@@ -318,11 +311,27 @@ class Recipe(Frozen):
         return self.source or (self.image.source if self.image else None)
 
     @property
-    def patches(self) -> tuple[LocalPatch, ...]:
+    def patches(self) -> tuple[Patch, ...]:
         """Patches to a source tree, or to an image."""
         if self.tree:
             return self.tree.patches
         return self.image.patches if self.image else ()
+
+    @property
+    def patches_key(self) -> tuple[str, ...]:
+        """The key under which its patches stand."""
+        if self.source:
+            return ("source", "patches")
+        return ("image", "source", "patches") if self.tree else ("image", "patches")
+
+    def with_patches(self, patches: tuple[Patch, ...]) -> Self:
+        """Give the recipe with other patches."""
+        first, *rest = self.patches_key
+        owner = getattr(self, first)
+        if len(rest) == 2:
+            inner = owner.source.model_copy(update={"patches": patches})
+            return self.model_copy(update={first: owner.model_copy(update={"source": inner})})
+        return self.model_copy(update={first: owner.model_copy(update={"patches": patches})})
 
     @property
     def images(self) -> dict[str, dict[Arch, str]]:

@@ -13,7 +13,7 @@ import re
 from types import ModuleType
 from typing import Any
 
-from bakehouse.recipe import gate, guard, model
+from bakehouse.recipe import gate, guard, model, patches
 from bakehouse.recipe.model import Recipe
 from bakehouse.recipe.scalars import format_duration
 
@@ -34,7 +34,11 @@ def json_schema() -> dict[str, Any]:
     whole = Recipe.model_json_schema(by_alias=True)
     definitions = whole.pop("$defs")
     definitions["Recipe"] = whole
-    texts = {k: v for module in (gate, guard, model) for k, v in _field_docstrings(module).items()}
+    texts = {
+        k: v
+        for module in (gate, guard, model, patches)
+        for k, v in _field_docstrings(module).items()
+    }
     for name, text in texts.items():
         kind, _, key = name.partition(".")
         if kind in definitions and key in definitions[kind]["properties"]:

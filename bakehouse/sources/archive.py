@@ -86,7 +86,7 @@ def pin_archive(
     ctx: Context, git: Git, archive: Archive, folder: Path, before: Pin | None = None
 ) -> ArchivePin:
     """Fetch, unpack and pin an archive; `before` is what the same recipe was pinned to."""
-    if isinstance(before, ArchivePin) and _is_ready(ctx, git, before.tree):
+    if isinstance(before, ArchivePin) and archive_is_ready(ctx, git, before.tree):
         return before
     file = bring_archive(ctx, archive, folder)
     tree, date = import_archive(ctx, git, kept(ctx, file), archive.folder)
@@ -98,7 +98,7 @@ def pin_archive(
 
 def ensure_archive_tree(ctx: Context, git: Git, pin: ArchivePin) -> None:
     """Have a pinned archive's tree; nothing is fetched or unpacked where it is there already."""
-    if _is_ready(ctx, git, pin.tree):
+    if archive_is_ready(ctx, git, pin.tree):
         return
     if pin.origin.startswith("pypi:"):
         _from_registry(ctx, pin.origin.removeprefix("pypi:"), pin.file.sha256)
@@ -122,7 +122,7 @@ def ensure_archive_tree(ctx: Context, git: Git, pin: ArchivePin) -> None:
         )
 
 
-def _is_ready(ctx: Context, git: Git, tree: str) -> bool:
+def archive_is_ready(ctx: Context, git: Git, tree: str) -> bool:
     """Whether a tree was imported to its end, and is still whole."""
     repository = ctx.places.git / ARCHIVES
     if not repository.is_dir():

@@ -20,7 +20,7 @@ def image_drift(recipe: Recipe, lock: Lock) -> Iterator[tuple[str, str, str, str
             where = f"image.ref.{arch}" if role == "image" else f"build.bases.{role}.{arch}"
             yield "image-changed", where, was or "nothing", now or "nothing"
     if recipe.image and not recipe.image.source:
-        named = [patch.file for patch in recipe.image.patches]
+        named = [patch.key(recipe.engine) for patch in recipe.image.patches]
         pinned = [patch.file.path for patch in lock.patches]
         if named != pinned:
             yield "patch-changed", "image.patches", ", ".join(pinned), ", ".join(named)

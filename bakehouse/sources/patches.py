@@ -1,40 +1,23 @@
-"""Patches of a source tree: read with care, applied all or not at all."""
+"""Patches of a source tree: pinned by content, applied in their order, all or not at all."""
 
 from __future__ import annotations
 
 import hashlib
-import re
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from bakehouse.context import Context
 from bakehouse.errors import HostError, LockError, PatchError
 from bakehouse.lock import FilePin, PatchPin
+from bakehouse.patches.manifest import Manifest
 from bakehouse.places import Places
-from bakehouse.ports.git import COMMIT, Git, GitFailed
-from bakehouse.recipe.model import LocalPatch
-from bakehouse.redact import clean
+from bakehouse.ports.git import Git
+from bakehouse.recipe.faults import shown
+from bakehouse.recipe.patches import UPSTREAM, Patch
+from bakehouse.sources.diffs import MAX_BYTES, check_patch
 from bakehouse.sources.files import write_atomic
-
-MAX_BYTES = 32 * 2**20
-_HEADER = re.compile(rb"^(?:diff --git |--- |\+\+\+ |@@ |index [0-9a-f]+\.\.|rename |copy )")
-_PATH = re.compile(
-    r'^(?:--- |\+\+\+ |rename from |rename to |copy from |copy to )("(?:[^"\\]|\\.)*"|[^\t]+)'
-)
-_HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
-_BARE = re.compile(rb"(?m)^(?:rename from |copy from |new file mode |old mode )")
-"""What a diff without any hunk may consist of."""
-
-
-@dataclass(frozen=True)
-class Hunk:
-    """One hunk: its file in the tree, its first line there, and its line in the patch."""
-
-    file: str
-    begins: int
-    line: int
+from bakehouse.sources.fitting import Fit, try_patch
+from bakehouse.sources.manifests import manifest_path, patches_folder, read_manifest
 
 
 def stored(places: Places, sha256: str) -> Path:
@@ -42,26 +25,84 @@ def stored(places: Places, sha256: str) -> Path:
     return places.cache / "patches" / f"{sha256}.patch"
 
 
-def pin_patches(ctx: Context, folder: Path, patches: Sequence[LocalPatch]) -> tuple[PatchPin, ...]:
-    """Read a recipe's patches, keep a copy of each, and pin them by content in their order."""
-    pins = []
-    for patch in patches:
-        path = folder / Path(patch.file).expanduser()
-        data = read_patch(path)
-        sha256 = hashlib.sha256(data).hexdigest()
-        if patch.sha256 and patch.sha256 != sha256:
-            raise LockError(
-                f"the patch is not the one that the recipe names: sha256 {patch.sha256} expected, "
-                f"{sha256} found",
-                where=str(path),
-                hint="bring the patch back, or write its new sha256 into the recipe",
-                id="patch-changed",
-            )
-        check_patch(data, str(path))
-        keep(ctx.places, sha256, data)
-        pin = FilePin(path=patch.file, size=len(data), sha256=sha256)
-        pins.append(PatchPin(id=Path(patch.file).stem, file=pin))
-    return tuple(pins)
+def pin_patches(
+    ctx: Context, folder: Path, patches: Sequence[Patch], engine: str = "llama.cpp"
+) -> tuple[PatchPin, ...]:
+    """Pin a recipe's patches by content, in their order, and keep a copy of those that are files.
+
+    Raises PatchError, LockError, RecipeError (a manifest with faults), NotFound (no manifest).
+    """
+    return tuple(
+        _pin_file(ctx, folder, patch) if patch.file else _pin_manifest(ctx, patch, engine)
+        for patch in patches
+    )
+
+
+def _pin_file(ctx: Context, folder: Path, patch: Patch) -> PatchPin:
+    name = str(patch.file)
+    path = folder / Path(name).expanduser()
+    data = read_patch(path)
+    sha256 = hashlib.sha256(data).hexdigest()
+    if patch.sha256 and patch.sha256 != sha256:
+        raise LockError(
+            f"the patch is not the one that the recipe names: sha256 {patch.sha256} expected, "
+            f"{sha256} found",
+            where=str(path),
+            hint="bring the patch back, or write its new sha256 into the recipe",
+            id="patch-changed",
+        )
+    check_patch(data, str(path))
+    keep(ctx.places, sha256, data)
+    pin = FilePin(path=name, size=len(data), sha256=sha256)
+    return PatchPin(id=Path(name).stem, file=pin, allow=patch.allow)
+
+
+def _pin_manifest(ctx: Context, patch: Patch, engine: str) -> PatchPin:
+    manifest = manifest_of(ctx, patch, engine)
+    key = patch.key(engine)
+    path = shown(manifest_path(patches_folder(ctx.recipes), manifest.repo, manifest.id))
+    if manifest.sha256 is None or manifest.size is None:
+        raise not_pinned(manifest, path)
+    if patch.sha256 and patch.sha256 != manifest.sha256:
+        raise LockError(
+            f"patch {key} is not the one that the recipe names: sha256 {patch.sha256} expected, "
+            f"{manifest.sha256} pinned",
+            where=path,
+            hint="look at what changed, then write its sha256 into the recipe",
+            id="patch-changed",
+        )
+    return PatchPin(
+        id=manifest.id,
+        file=FilePin(path=key, size=manifest.size, sha256=manifest.sha256),
+        repo=manifest.repo, source=manifest.source, head=manifest.head, allow=patch.allow,
+    )  # fmt: skip
+
+
+def not_pinned(manifest: Manifest, path: str) -> LockError:
+    """Make the error for a patch of which only hearsay is known."""
+    return LockError(
+        f"patch {manifest.name} is not pinned yet",
+        where=path,
+        hint=f"run '{pin_command(manifest)}', which fetches it and writes its sha256 there",
+        id="patch-unpinned",
+    )
+
+
+def pin_command(manifest: Manifest) -> str:
+    """The command that pins a patch, as it can be typed."""
+    usual = "" if manifest.repo == UPSTREAM["llama.cpp"] else f" --repo {manifest.repo}"
+    if manifest.pr is not None:
+        return f"invoke patch --pr {manifest.pr}{usual}"
+    if manifest.source.rpartition("/")[0].endswith("/commit"):
+        return f"invoke patch --commit {manifest.source.rpartition('/')[2]}{usual}"
+    flag = "--url" if "://" in manifest.source else "--file"
+    return f"invoke patch {flag} {manifest.source}{usual}"
+
+
+def manifest_of(ctx: Context, patch: Patch, engine: str) -> Manifest:
+    """The manifest of a patch that a recipe names. Raises NotFound, RecipeError."""
+    repo, _, name = patch.key(engine).rpartition("#")
+    return read_manifest(manifest_path(patches_folder(ctx.recipes), repo, name))
 
 
 def keep(places: Places, sha256: str, data: bytes) -> None:
@@ -72,8 +113,15 @@ def keep(places: Places, sha256: str, data: bytes) -> None:
 
 
 def bring_patches(ctx: Context, folder: Path, pins: Sequence[PatchPin]) -> None:
-    """See that each pinned patch is still what it was, and have a copy in the cache."""
+    """See that each pinned patch is still what it was; files get a copy in the cache.
+
+    Nothing is fetched. Raises LockError `patch-changed` for a file, `patch-moved` for a manifest
+    that pins another diff by now.
+    """
     for pin in pins:
+        if pin.repo is not None:
+            _same_manifest(ctx, pin)
+            continue
         path = folder / Path(pin.file.path).expanduser()
         data = read_patch(path)
         sha256 = hashlib.sha256(data).hexdigest()
@@ -88,11 +136,28 @@ def bring_patches(ctx: Context, folder: Path, pins: Sequence[PatchPin]) -> None:
         keep(ctx.places, sha256, data)
 
 
+def _same_manifest(ctx: Context, pin: PatchPin) -> None:
+    path = manifest_path(patches_folder(ctx.recipes), str(pin.repo), pin.id)
+    manifest = read_manifest(path)
+    if manifest.sha256 != pin.file.sha256:
+        raise LockError(
+            f"the recipe and its lock differ: patch-moved: {pin.file.path} is pinned as sha256 "
+            f"{manifest.sha256 or 'nothing yet'}, locked is {pin.file.sha256}",
+            where=shown(path),
+            hint="bring the manifest back, or accept it with 'invoke lock --update'",
+            id="patch-moved",
+        )
+
+
 def read_patch(path: Path) -> bytes:
     """Read a patch file, bounded."""
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise PatchError(f"the patch is larger than {MAX_BYTES:,} bytes", where=str(path))
+            raise PatchError(
+                f"the patch is larger than {MAX_BYTES // 2**20} MiB", where=str(path),
+                hint="so large a change is a branch: make its commit the recipe's source",
+                id="patch-large",
+            )  # fmt: skip
         return path.read_bytes()
     except OSError as error:
         raise PatchError(
@@ -102,108 +167,88 @@ def read_patch(path: Path) -> bytes:
         ) from error
 
 
-def check_patch(data: bytes, name: str) -> tuple[Hunk, ...]:
-    """Refuse what is no clean text diff of files inside the tree; give its hunks.
+def kept_diff(ctx: Context, sha256: str, vendored: Path | None = None) -> bytes | None:
+    """A pinned diff from the cache, or from beside its manifest; None where it is in neither.
 
-    Raises PatchError naming the line.
+    A damaged copy in the cache is removed; HostError where there is no other.
     """
-    if re.match(rb"\s*(?:<!doctype|<html|<head|<\?xml)", data, re.I):
-        raise PatchError(
-            "the patch is an HTML page, not a diff",
-            where=f"{name}:1",
-            hint="the host answered with a web page when it was fetched: fetch it again",
-            id="patch-html",
-        )
-    hunks: list[Hunk] = []
-    file = ""
-    left = [0, 0]  # old and new lines that the open hunk still has to bring
-    for number, raw in enumerate(data.split(b"\n"), 1):
-        if max(left) > 0 and _consume(raw, left):
+    path, damaged = stored(ctx.places, sha256), False
+    for place in filter(None, (path, vendored)):
+        try:
+            data = place.read_bytes()
+        except OSError:
             continue
-        _check_line(raw, f"{name}:{number}")
-        line = raw.decode(errors="replace")
-        if found := _PATH.match(line):
-            file = _check_path(found[1], line, f"{name}:{number}") or file
-        elif hunk := _HUNK.match(line):
-            hunks.append(Hunk(file, int(hunk[1]), number))
-            left = [int(count) if count else 1 for count in (hunk[2], hunk[3])]
-    if not hunks and not _BARE.search(data):
-        raise PatchError(
-            "the patch holds no diff",
-            where=name,
-            hint="a patch is a unified diff, as 'git diff' and 'git format-patch' write it",
-            id="patch-empty",
+        if hashlib.sha256(data).hexdigest() == sha256:
+            keep(ctx.places, sha256, data)
+            return data
+        if place == path:
+            path.unlink(missing_ok=True)
+            damaged = True
+    if damaged:
+        raise HostError(
+            "the kept copy of a patch was damaged on disk and has been removed",
+            where=str(path),
+            hint="run it again; if it comes back, check the disk",
         )
-    return tuple(hunks)
+    return None
 
 
-def _consume(raw: bytes, left: list[int]) -> bool:
-    """Count a line of the open hunk; False where it cannot belong to one."""
-    mark = raw[:1]
-    if mark not in (b" ", b"", b"\r", b"-", b"+", b"\\"):
-        left[:] = [0, 0]
-        return False
-    left[0] -= mark in (b" ", b"", b"\r", b"-")
-    left[1] -= mark in (b" ", b"", b"\r", b"+")
-    return True
+def diff_of(ctx: Context, pin: PatchPin) -> bytes:
+    """The pinned diff: from the cache, from beside its manifest, or fetched and held to its hash.
 
-
-def _check_line(raw: bytes, where: str) -> None:
-    if raw.endswith(b"\r") and _HEADER.match(raw):
-        raise PatchError(
-            "the patch has Windows line endings (CRLF), also where git needs none",
-            where=where,
-            hint="store it with LF: dos2unix, and '*.patch -text' in .gitattributes",
-            id="patch-crlf",
+    Raises LockError where it is nowhere, or where what comes is another one.
+    """
+    vendored = vendored_path(ctx, pin)
+    if (data := kept_diff(ctx, pin.file.sha256, vendored)) is not None:
+        return data
+    if pin.repo is None or pin.source is None:
+        raise LockError(
+            f"the pinned patch {pin.id} is not at hand",
+            where=f"{pin.file.path}, sha256 {pin.file.sha256}",
+            hint="run 'invoke fetch' for the recipe, which keeps a copy of its patches",
+            id="patch-missing",
         )
-    line = raw.decode(errors="replace")
-    if line.startswith("GIT binary patch") or re.match(r"Binary files .* differ$", line):
-        raise PatchError(
-            "the patch changes a binary file",
-            where=where,
-            hint="only text can be reviewed in a patch: leave that file out of it",
-            id="patch-binary",
+    data = fetch_again(ctx, pin)
+    found = hashlib.sha256(data).hexdigest()
+    if found != pin.file.sha256:
+        raise LockError(
+            f"patch {pin.file.path} moved: sha256 {pin.file.sha256} is pinned, {found} came",
+            where=pin.source,
+            hint="what was pinned is not to be had any more: look at what changed with "
+            "'invoke patch', accept it with its --update, then 'invoke lock --update'",
+            id="patch-moved",
         )
-    if re.match(r"(?:new file mode|new mode|deleted file mode) 1[26]0000", line):
-        raise PatchError(
-            "the patch changes a symbolic link or a submodule",
-            where=where,
-            hint="patches may change plain files only",
-            id="patch-special",
-        )
+    keep(ctx.places, found, data)
+    return data
 
 
-def _check_path(written: str, line: str, where: str) -> str | None:
-    """The path in the tree that a header line names; None for /dev/null."""
-    path = written.strip()
-    if path.startswith('"'):
-        raw = _QUOTED.sub(_unquote, path[1:-1])
-        path = raw.encode("latin-1", "replace").decode(errors="replace")
-    if path == "/dev/null":
+def vendored_path(ctx: Context, pin: PatchPin) -> Path | None:
+    """Where a pinned diff would lie beside its manifest."""
+    if pin.repo is None:
         return None
-    if line.startswith(("--- ", "+++ ")):
-        path = path.partition("/")[2] if re.match(r"[a-z]/", path) else path
-    parts = path.split("/")
-    if path.startswith("/") or ".." in parts or any(p.casefold() == ".git" for p in parts):
-        raise PatchError(
-            f"the patch leads out of the source tree: '{clean(path, one_line=True)}'",
-            where=where,
-            hint="paths in a patch are relative to the top of the tree",
-            id="patch-path",
-        )
-    return path
+    return manifest_path(patches_folder(ctx.recipes), pin.repo, pin.id).with_suffix(".diff")
 
 
-_QUOTED = re.compile(r"\\([0-7]{1,3}|.)")
-_LETTERS = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+def fetch_again(ctx: Context, pin: PatchPin) -> bytes:
+    """Fetch a diff from where it was fetched when it was pinned. Raises PatchError, LockError."""
+    from bakehouse.sources import upstream  # only a first build after a clone needs the network
 
-
-def _unquote(found: re.Match[str]) -> str:
-    """One escape of git's quoted paths: an octal byte, or a letter as in C."""
-    escape = found[1]
-    if escape[0] in "01234567":
-        return chr(int(escape, 8) & 0xFF)
-    return _LETTERS.get(escape, escape)
+    source, repo = str(pin.source), str(pin.repo)
+    tail = source.rstrip("/").split("/")
+    if tail[-2:-1] == ["pull"] and tail[-1] == pin.id:
+        page = upstream.pull_address(ctx.environment, repo, int(pin.id))
+        return upstream.get(ctx, f"{page}.diff{upstream.FULL_INDEX}")
+    if tail[-2:-1] == ["commit"]:
+        page = upstream.commit_address(ctx.environment, repo, tail[-1])
+        return upstream.get(ctx, f"{page}.diff{upstream.FULL_INDEX}")
+    if "://" in source:
+        return upstream.fetch_address(ctx, source).data
+    raise LockError(
+        f"the pinned patch {pin.file.path} is not at hand: it came from a file",
+        where=f"{source}, sha256 {pin.file.sha256}",
+        hint=f"'invoke patch --file {source} --vendor' keeps it beside its manifest",
+        id="patch-missing",
+    )
 
 
 def apply_patches(
@@ -211,86 +256,36 @@ def apply_patches(
 ) -> str:
     """Apply pinned patches in order to a tree; give the id of the tree that results.
 
-    It happens in a scratch index: where any hunk of any patch fails, nothing at all has changed.
+    It happens in scratch indexes: where any hunk of any patch fails, nothing at all has changed.
     Raises PatchError that names patch, file and hunk.
     """
-    if not pins:
-        return tree
-    with tempfile.TemporaryDirectory(prefix="bakehouse-index-") as scratch:
-        extra = {"GIT_INDEX_FILE": str(Path(scratch, "index"))}
-        git.ask(repository, "read-tree", tree, extra=extra)
-        for pin in pins:
-            path = stored(ctx.places, pin.file.sha256)
-            try:
-                data = path.read_bytes()
-            except OSError:
-                raise LockError(
-                    f"the pinned patch {pin.id} is not at hand",
-                    where=f"{pin.file.path}, sha256 {pin.file.sha256}",
-                    hint="run 'invoke fetch' for the recipe, which keeps a copy of its patches",
-                    id="patch-missing",
-                ) from None
-            if hashlib.sha256(data).hexdigest() != pin.file.sha256:
-                path.unlink(missing_ok=True)
-                raise HostError(
-                    f"the kept copy of patch {pin.id} was damaged on disk and has been removed",
-                    where=str(path),
-                    hint="run it again; if it comes back, check the disk",
-                )
-            _apply(git, repository, pin, data, extra)
-        made = git.ask(repository, "write-tree", extra=extra).strip()
-    if not COMMIT.fullmatch(made):
-        raise PatchError("git gave no tree for the patched source", where=str(repository))
-    _same_submodules(git, repository, (tree, made))
-    return made
+    for pin in pins:
+        fit = try_patch(git, repository, tree, diff_of(ctx, pin), pin.file.path)
+        if not fit.good(pin.allow) or fit.tree is None:
+            raise does_not_apply(pin, fit)
+        tree = fit.tree
+    return tree
 
 
-def _apply(git: Git, repository: Path, pin: PatchPin, data: bytes, extra: dict[str, str]) -> None:
-    hunks = check_patch(data, pin.file.path)
-    apply = ("apply", "--cached", "--whitespace=nowarn")
-    try:
-        git.ask(repository, *apply, "--check", "-", stdin=data, extra=extra)
-        git.ask(repository, *apply, "-", stdin=data, extra=extra)
-    except GitFailed as error:
-        try:
-            git.ask(repository, *apply, "--check", "--reverse", "-", stdin=data, extra=extra)
-            applied = True
-        except GitFailed:
-            applied = False
-        raise _does_not_apply(pin, hunks, error, applied) from error
-
-
-def _does_not_apply(
-    pin: PatchPin, hunks: Sequence[Hunk], error: GitFailed, applied: bool
-) -> PatchError:
-    """Name the hunk that git complains about."""
-    reason, where = error.first().removeprefix("error: "), pin.file.path
-    if found := re.search(r"error: patch failed: (.+):(\d+)$", error.said, re.M):
-        of_file = [hunk for hunk in hunks if hunk.file == found[1]]
-        for number, hunk in enumerate(of_file, 1):
-            if hunk.begins == int(found[2]):
-                reason = f"hunk {number} of {len(of_file)} does not fit {hunk.file}:{hunk.begins}"
-                where = f"{pin.file.path}:{hunk.line}"
-    elif found := re.search(r"(?:corrupt|malformed) patch at (?:<stdin>:|line )(\d+)", error.said):
-        reason, where = "the patch is malformed", f"{pin.file.path}:{found[1]}"
+def does_not_apply(pin: PatchPin, fit: Fit) -> PatchError:
+    """Say how a patch fails: its word first, then the first hunk, then all that was seen."""
+    where = f"{pin.file.path}:{fit.line}" if fit.line else pin.file.path
+    first, *rest = fit.notes or (fit.word,)
     hint = "make it anew against the pinned commit, or move the pin to one that it fits"
-    if applied:
-        reason += "; all of it is in the source already"
+    if fit.word in ("applies with offset", "applies with fuzz"):
+        need = "offset" if fit.word.endswith("offset") else "fuzz"
+        what = f"patch {pin.id} applies only with {need}, which is not allowed: {first}"
+        hint = f"look at where it lands; then allow it: allow: {need} beside the patch, or --allow"
+    elif fit.word == "already upstream":
+        what = f"patch {pin.id} does not apply: {first}"
         hint = "take it out of the recipe's patches, then 'invoke lock --update'"
-    return PatchError(f"patch {pin.id} does not apply: {reason}", where=where, hint=hint)
+    elif fit.word == "partly upstream":
+        what = f"patch {pin.id} does not apply: it is partly upstream, {first}"
+        hint = "make it anew without what the source has already"
+    else:
+        what = f"patch {pin.id} does not apply: {first}"
+    return PatchError(what, where="\n".join((where, *rest)), hint=hint, id=_id_of(fit))
 
 
-def _same_submodules(git: Git, repository: Path, trees: tuple[str, str]) -> None:
-    """Refuse patches that move a submodule: those are pinned from the tree without patches."""
-    before, after = (
-        {line for line in git.ask(repository, "ls-tree", "-r", tree).splitlines()
-         if line.startswith("160000") or line.endswith("\t.gitmodules")}
-        for tree in trees
-    )  # fmt: skip
-    if before != after:
-        raise PatchError(
-            "the patches change a submodule",
-            where="\n".join(sorted(clean(line) for line in before ^ after)),
-            hint="patches may change plain files only",
-            id="patch-special",
-        )
+def _id_of(fit: Fit) -> str:
+    return f"patch-{fit.word.removeprefix('applies with ').replace(' ', '-')}"

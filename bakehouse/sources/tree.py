@@ -14,10 +14,11 @@ from bakehouse.errors import BakehouseError, HostError, LockError
 from bakehouse.lock import ArchivePin, GitPin, Lock, PatchPin
 from bakehouse.places import Places
 from bakehouse.ports.git import Git, GitFailed
-from bakehouse.sources.archive import ARCHIVES, ensure_archive_tree
+from bakehouse.sources.archive import ARCHIVES, archive_is_ready, ensure_archive_tree
 from bakehouse.sources.files import guarded
 from bakehouse.sources.mirror import (
     TREES,
+    commit_is_ready,
     ensure_commit,
     make_bare,
     mirror_folder,
@@ -52,10 +53,7 @@ def ensure_tree(ctx: Context, lock: Lock) -> None:
     if source is None:
         return
     git = Git(ctx.processes, ctx.environment)
-    if isinstance(source, GitPin):
-        _ensure_git(ctx, git, source)
-    else:
-        ensure_archive_tree(ctx, git, source)
+    ensure_source(ctx, git, source)
     if not lock.source_tree:
         raise LockError(
             "the lock pins a source and no tree",
@@ -65,6 +63,21 @@ def ensure_tree(ctx: Context, lock: Lock) -> None:
     if not tree_is_whole(git, repository_of(ctx.places, source), lock.source_tree):
         made = patched_tree(ctx, git, source, lock.patches)
         _same("the patched source tree", lock.source_tree, made, lock.recipe)
+
+
+def ensure_source(ctx: Context, git: Git, source: GitPin | ArchivePin) -> None:
+    """Have a source without its patches; no network where it is here. Raises as `ensure_tree`."""
+    if isinstance(source, GitPin):
+        _ensure_git(ctx, git, source)
+    else:
+        ensure_archive_tree(ctx, git, source)
+
+
+def source_is_here(ctx: Context, git: Git, source: GitPin | ArchivePin) -> bool:
+    """Whether a source is on this machine, whole; nothing is fetched."""
+    if isinstance(source, GitPin):
+        return commit_is_ready(git, mirror_folder(ctx.places, source.url), source.commit)
+    return archive_is_ready(ctx, git, source.tree)
 
 
 def patched_tree(

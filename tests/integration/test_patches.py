@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from bakehouse.base import digest
 from bakehouse.context import Context
 from bakehouse.errors import LockError, PatchError
 from bakehouse.lock import GitPin, Lock, PatchPin
 from bakehouse.ports.git import Git
-from bakehouse.recipe.model import LocalPatch, Source
+from bakehouse.recipe.model import Source
+from bakehouse.recipe.patches import Patch
 from bakehouse.sources.gitpin import pin_git
 from bakehouse.sources.mirror import mirror_folder
 from bakehouse.sources.patches import bring_patches, pin_patches, stored
@@ -51,7 +53,7 @@ def pinned(ctx: Context, folder: Path, *texts: str | bytes) -> tuple[PatchPin, .
     for number, text in enumerate(texts, 1):
         data = text if isinstance(text, bytes) else text.encode()
         (folder / f"p{number}.patch").write_bytes(data)
-        patches.append(LocalPatch(file=f"p{number}.patch"))
+        patches.append(Patch(file=f"p{number}.patch"))
     return pin_patches(ctx, folder, patches)
 
 
@@ -74,7 +76,10 @@ def test_patches_apply_in_their_order(
     )  # fmt: skip
     materialise(context, lock, tmp_path / "out")
     assert (tmp_path / "out" / "b.txt").read_text() == "omega\nbeta\ngamma\n"
-    assert lock.stamp == f"{source.commit[:9]}-p{tree[:7]}"
+    both = digest([pin.file.sha256 for pin in pins])
+    assert lock.stamp == f"{source.commit[:9]}-p{both[:7]}"
+    one = lock.model_copy(update={"patches": pins[:1]})
+    assert one.stamp == f"{source.commit[:9]}-p{pins[0].file.sha256[:7]}"
     with pytest.raises(PatchError):
         apply(context, source, pins[::-1])
 
@@ -89,7 +94,11 @@ def test_the_hunk_that_fails_is_named_and_nothing_is_applied(
     before = git(mirror, "for-each-ref")
     with pytest.raises(PatchError, match=r"p2 does not apply: hunk 2 of 2 .*a\.txt:26") as caught:
         apply(context, source, pinned(context, tmp_path, good, bad))
-    assert caught.value.where == "p2.patch:11"
+    assert str(caught.value.where).splitlines() == [
+        "p2.patch:11",
+        "    a.txt:30: the patch has  LINE 30",
+        "    a.txt:30: the source has line 30",
+    ]
     assert caught.value.exit_code == 5
     assert git(mirror, "for-each-ref") == before
 
@@ -147,10 +156,10 @@ def test_the_recipe_may_name_a_sha256(context: Context, tmp_path: Path) -> None:
     text = diff("b.txt", B, B.replace("alpha", "x")).encode()
     (tmp_path / "p.patch").write_bytes(text)
     right = hashlib.sha256(text).hexdigest()
-    (pin,) = pin_patches(context, tmp_path, [LocalPatch(file="p.patch", sha256=right)])
+    (pin,) = pin_patches(context, tmp_path, [Patch(file="p.patch", sha256=right)])
     assert pin.file.sha256 == right
     with pytest.raises(LockError, match="not the one that the recipe names"):
-        pin_patches(context, tmp_path, [LocalPatch(file="p.patch", sha256="0" * 64)])
+        pin_patches(context, tmp_path, [Patch(file="p.patch", sha256="0" * 64)])
 
 
 def test_a_patch_that_changed_on_disk_is_drift(context: Context, tmp_path: Path) -> None:
@@ -164,7 +173,7 @@ def test_a_patch_that_changed_on_disk_is_drift(context: Context, tmp_path: Path)
 
 def test_a_patch_that_is_not_there(context: Context, tmp_path: Path) -> None:
     with pytest.raises(PatchError, match="cannot be read"):
-        pin_patches(context, tmp_path, [LocalPatch(file="nope.patch")])
+        pin_patches(context, tmp_path, [Patch(file="nope.patch")])
 
 
 def test_the_kept_copy_is_verified(context: Context, source: GitPin, tmp_path: Path) -> None:

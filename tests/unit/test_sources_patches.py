@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bakehouse.errors import PatchError
-from bakehouse.sources.patches import check_patch
+from bakehouse.sources.diffs import MAX_BYTES, check_patch, counts, read_diff
 
 GOOD = b"""From 0123 Mon Sep 17 00:00:00 2001
 Subject: [PATCH] x
@@ -67,6 +67,21 @@ def test_content_with_crlf_in_a_file_of_lf_headers_is_fine() -> None:
         (b"rename from a\nrename to ../b\n", "leads out", "p:2"),
         (b"diff --git a/l b/l\nnew file mode 120000\n", "symbolic link", "p:2"),
         (b"diff --git a/l b/l\nnew file mode 160000\n", "submodule", "p:2"),
+        (b"diff --git a/l b/l\nold mode 120000\nnew mode 100644\n", "symbolic link", "p:2"),
+        (b"diff --git a/l b/l\nindex 1..2 120000\n--- a/l\n", "symbolic link", "p:2"),
+        (b"diff --git a/l b/l\nold mode 100644\nnew mode 104755\n", "mode 104755", "p:3"),
+        (b"diff --git a/../x b/../x\nold mode 100644\n", "leads out", "p:1"),
+        (b'diff --git "a/.git/x" "b/.git/x"\nold mode 100644\n', "leads out", "p:1"),
+        (b"\xef\xbb\xbf<!DOCTYPE html>\n", "HTML", "p:1"),
+        (b"<!-- x -->\n<html>\n", "HTML", "p:1"),
+        (GOOD[: GOOD.index(b"not a header")], "in the middle of a hunk", "p:19"),
+        (GOOD[: GOOD.index(b"+TEN")], "in the middle of a hunk", "p:17"),
+        (GOOD[: GOOD.index(b"@@ -1,3")], "before its first hunk", "p:10"),
+        (GOOD[: GOOD.index(b"--- a/src")], "before its first hunk", "p:8"),
+        (GOOD[: GOOD.index(b"index 111") + 5], "in the middle", "p:8"),
+        (GOOD.replace(b"-two\n", b""), "shorter or longer", "p:15"),
+        (GOOD.replace(b" one\n", b" one\n more\n"), "longer than it says", "p:16"),
+        (b"x" * (MAX_BYTES + 1), "larger than 5 MiB", "p"),
     ],
 )
 def test_what_is_refused_and_where(data: bytes, why: str, place: str) -> None:
@@ -75,6 +90,36 @@ def test_what_is_refused_and_where(data: bytes, why: str, place: str) -> None:
     assert caught.value.where == place
     assert caught.value.exit_code == 5
     assert caught.value.hint
+
+
+def test_what_a_diff_touches() -> None:
+    data = (
+        GOOD + b"diff --git a/old b/new\nsimilarity index 100%\nrename from old\nrename to new\n"
+        b"diff --git a/e b/e\nnew file mode 100644\nindex 0000000..e69de29\n"
+        b"diff --git a/run b/run\nold mode 100644\nnew mode 100755\n"
+        b"diff --git a/gone b/gone\ndeleted file mode 100644\nindex 1111111..0000000\n"
+        b"--- a/gone\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n\\ No newline at end of file\n"
+        b"--- a/plain\n+++ b/plain\n@@ -1 +1 @@\n-x\n+y\n"
+    )
+    parts = read_diff(data, "p")
+    assert [(p.path, p.added, p.removed) for p in parts] == [
+        ("src/a.c", 3, 2), ("new", 0, 0), ("e", 0, 0), ("run", 0, 0), ("gone", 0, 1),
+        ("plain", 1, 1),
+    ]  # fmt: skip
+    assert counts(parts) == "6 files, +4 -4"
+    first = parts[0]
+    assert first.alone(first.hunks[1]) == (
+        b"diff --git a/src/a.c b/src/a.c\nindex 1111111..2222222 100644\n"
+        b"--- a/src/a.c\n+++ b/src/a.c\n"
+        b"@@ -10 +10,2 @@ int f(void)\n-ten\n+TEN\n+--- not a header\n"
+    )
+    assert first.hunks[0].side(b"-") == (b"one", b"two", b"three")
+    assert first.hunks[0].side(b"+") == (b"one", b"TWO", b"three")
+
+
+def test_a_commit_message_may_talk_of_diffs() -> None:
+    talk = b"Subject: x\n\n--- before\n@@ -1,3 +1,3 @@\n\n"
+    assert check_patch(talk + GOOD, "p")
 
 
 @given(st.binary(max_size=300) | st.text(max_size=300).map(str.encode))
