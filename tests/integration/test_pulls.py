@@ -1,0 +1,411 @@
+"""Pull requests fetched and pinned, from a real git host on loopback that lets us down."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bakehouse.commands import patch
+from bakehouse.context import Context
+from bakehouse.errors import BakehouseError, LockError, PatchError, RecipeError, UsageError
+from bakehouse.outcome import Outcome
+from bakehouse.patches.manifest import Manifest
+from bakehouse.progress import Silent
+from bakehouse.sources.manifests import read_manifest, write_manifest
+from bakehouse.sources.patches import stored
+from tests.support.clocks import ImpatientClock
+from tests.support.filehost import cut, raw, redirect, serve_files, status
+from tests.support.githost import Repo, git
+from tests.support.pullhost import REPO, PullHost, serve_pulls
+
+pytestmark = pytest.mark.integration
+
+A = "".join(f"line {number}\n" for number in range(1, 41))
+B = "alpha\nbeta\ngamma\n"
+FIXED = A.replace("line 20\n", "line twenty\n")
+DIFF, MAIL = f"/raw/{REPO}/pull/7.diff", f"/raw/{REPO}/pull/7.patch"
+
+
+class Saying(Silent):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[PullHost]:
+    with serve_pulls(tmp_path / "host") as served:
+        yield served
+
+
+@pytest.fixture
+def repo(host: PullHost) -> Repo:
+    made = host.repo(f"{REPO}.git")
+    base = made.commit({"a.txt": A, "b.txt": B})
+    push(made, FIXED, base=base)
+    made.commit({"a.txt": A, "b.txt": B, "c.txt": "other\n"}, parents=(base,))
+    return made
+
+
+def push(
+    repo: Repo, text: str, *, base: str, message: str = "Mend line 20", number: int = 7
+) -> str:
+    """Push a pull request of two commits."""
+    first = repo.commit({"a.txt": text, "b.txt": B}, ref=None, parents=(base,), message=message)
+    files = {"a.txt": text, "b.txt": B.replace("beta", "BETA")}
+    return repo.commit(files, ref=f"refs/pull/{number}/head", parents=(first,), message="and b")
+
+
+@pytest.fixture
+def said() -> Saying:
+    return Saying()
+
+
+@pytest.fixture
+def ctx(context: Context, host: PullHost, said: Saying, tmp_path: Path) -> Context:
+    (tmp_path / "recipes").mkdir()
+    environment = {**context.environment, "BAKEHOUSE_GITHUB": host.url}
+    return replace(
+        context, recipes=tmp_path / "recipes", environment=environment, progress=said,
+        clock=ImpatientClock(),
+    )  # fmt: skip
+
+
+def run(ctx: Context, **flags: Any) -> Outcome:
+    return patch.run(ctx, patch.Options(**{"pr": "7", "repo": REPO, **flags}))
+
+
+def manifest(ctx: Context, name: str = "7") -> Manifest:
+    return read_manifest(ctx.recipes.parent / "patches" / "org" / "project" / f"{name}.yaml")
+
+
+def refused(ctx: Context, **flags: Any) -> BakehouseError:
+    with pytest.raises(PatchError) as caught:
+        run(ctx, **flags)
+    assert caught.value.exit_code == 5
+    assert caught.value.hint
+    assert not (ctx.recipes.parent / "patches").exists() or flags.get("update")
+    return caught.value
+
+
+def test_a_pull_request_is_pinned(ctx: Context, repo: Repo, host: PullHost) -> None:
+    done = run(ctx)
+    found = manifest(ctx)
+    base = git(repo.folder, "rev-parse", "main^")
+    assert (found.pr, found.repo, found.title) == (7, REPO, "Mend line 20")
+    assert found.head == git(repo.folder, "rev-parse", "refs/pull/7/head")
+    assert found.base == base
+    assert found.source == f"{host.url}/{REPO}/pull/7"
+    assert [(f.path, f.added, f.removed) for f in found.files] == [("a.txt", 1, 1), ("b.txt", 1, 1)]
+    assert found.pinned
+    assert found.date is not None
+    data = stored(ctx.places, str(found.sha256)).read_bytes()
+    assert hashlib.sha256(data).hexdigest() == found.sha256
+    assert len(data) == found.size
+    assert not list((ctx.recipes.parent / "patches").rglob("*.diff")), "the diff is in the cache"
+    assert done.result["how"] == "new"
+    assert "Mend line 20" in done.text
+    assert all("full_index=1" in p for p in host.asked if ".diff" in p)
+
+    again = run(ctx)
+    assert again.result["how"] == "same"
+    assert manifest(ctx) == found
+
+
+def test_a_dry_run_writes_nothing(ctx: Context, repo: Repo) -> None:
+    done = run(ctx, dry_run=True)
+    assert "would be pinned" in done.text
+    assert not (ctx.recipes.parent / "patches").exists()
+    assert not (ctx.places.cache / "patches").exists()
+
+
+def test_a_force_push_is_said_and_needs_update(ctx: Context, repo: Repo) -> None:
+    run(ctx)
+    before = manifest(ctx)
+    base = str(before.base)
+    head = push(repo, FIXED.replace("line 30\n", "line 30\nmore\n"), base=base)
+    with pytest.raises(LockError, match="the pull request moved") as caught:
+        run(ctx)
+    assert caught.value.exit_code == 4
+    where = str(caught.value.where)
+    assert f"head {before.head} -> {head}" in where
+    assert "a.txt: +1 -1 -> +2 -1" in where
+    assert "--update" in str(caught.value.hint)
+    assert manifest(ctx) == before
+    done = run(ctx, update=True)
+    after = manifest(ctx)
+    assert after.head == head
+    assert after.sha256 != before.sha256
+    assert done.result["how"] == "moved"
+    assert stored(ctx.places, str(before.sha256)).is_file(), "the old one is kept: locks name it"
+
+
+def test_a_rebase_that_changes_no_line_is_the_same_patch(ctx: Context, repo: Repo) -> None:
+    run(ctx)
+    before = manifest(ctx)
+    push(repo, FIXED, base=str(before.base), message="Mend line 20, reworded")
+    done = run(ctx)
+    assert done.result["how"] == "same"
+    assert manifest(ctx) == before
+    assert any("by now" in note for note in done.result["notes"])
+
+
+def test_a_push_while_it_is_read(ctx: Context, repo: Repo, host: PullHost) -> None:
+    base = git(repo.folder, "rev-parse", "main^")
+    versions = iter(range(9))
+
+    def pushed(_: object) -> bool:
+        push(repo, FIXED, base=base, message=f"version {next(versions)}")
+        return False
+
+    host.page_faults[MAIL] = [pushed]
+    run(ctx)
+    assert manifest(ctx).head == git(repo.folder, "rev-parse", "refs/pull/7/head")
+    host.page_faults[MAIL] = [pushed] * 3
+    with pytest.raises(PatchError, match="being pushed to"):
+        run(ctx)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why", "id"),
+    [
+        (status(200, b"<html>x</html>", {"Content-Type": "text/html"}), "web page", "patch-html"),
+        (status(200, b"<!DOCTYPE html>\n"), "HTML page", "patch-html"),
+        (status(200, b'<html>You are being <a href="x">redirected</a>'), "HTML", "patch-html"),
+        (status(200, b""), "holds no diff", "patch-empty"),
+        (status(200, b"Not a diff\n"), "holds no diff", "patch-empty"),
+        (status(302, b"<html>"), "redirect", "patch-redirect"),
+        (redirect("ftp://127.0.0.1/x"), "redirected", "patch-redirect"),
+        (status(404, b"Not Found"), "404", "patch-gone"),
+        (status(410), "410", "patch-gone"),
+        (status(406, b"diff too large"), "406", "patch-refused"),
+        (status(401), "401", "patch-refused"),
+        (status(200, b"x" * (5 * 2**20 + 1)), "larger than 5 MiB", "patch-large"),
+        (
+            status(200, b"diff --git a/x b/x\r\n--- a/x\r\n+++ b/x\r\n@@ -1 +1 @@\r\n-a\r\n+b\r\n"),
+            "CRLF", "patch-crlf",
+        ),
+        (status(200, b"--- a/x\n+++ b/x\n@@ -1,3 +1,3 @@\n a\n"), "in the middle",
+         "patch-truncated"),
+        (status(200, b"diff --git a/x b/x\nBinary files a/x and b/x differ\n"), "binary",
+         "patch-binary"),
+        (status(200, b"--- a/../x\n+++ b/../x\n@@ -1 +1 @@\n-a\n+b\n"), "leads out", "patch-path"),
+        (status(200, b"diff --git a/l b/l\nnew file mode 120000\n"), "symbolic", "patch-special"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(
+    ctx: Context,
+    repo: Repo,
+    host: PullHost,
+    answer: Any,
+    why: str,
+    id: str,  # noqa: A002
+) -> None:
+    host.page_faults[DIFF] = [answer]
+    error = refused(ctx)
+    assert why in error.what
+    assert error.id == id
+
+
+def test_an_answer_that_is_cut_off_is_asked_for_again(
+    ctx: Context, repo: Repo, host: PullHost
+) -> None:
+    whole = host.text(f"/{REPO}/pull/7.diff") or b""
+    half = b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n" % len(whole) + whole[:100]
+    host.page_faults[DIFF] = [raw(half)]
+    run(ctx)
+    assert manifest(ctx).size == len(whole)
+    host.page_faults[DIFF] = [raw(half)] * 9
+    (ctx.recipes.parent / "patches" / "org" / "project" / "7.yaml").unlink()
+    with pytest.raises(PatchError, match="cut off"):
+        run(ctx)
+
+
+def test_a_rate_limit_is_waited_for_within_bounds(
+    ctx: Context, repo: Repo, host: PullHost, said: Saying
+) -> None:
+    busy = status(429, b"<html>slow down</html>", {"Retry-After": "7", "Content-Type": "text/html"})
+    host.page_faults[DIFF] = [busy, busy]
+    run(ctx)
+    clock = ctx.clock
+    assert isinstance(clock, ImpatientClock)
+    assert clock.slept == [7.0, 7.0]
+    assert "rate limited" in said.said[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "waits"),
+    [
+        (status(429, b"<html>", {"Retry-After": "3600"}), []),
+        (status(429), [1.0, 2.0, 4.0]),
+        (status(503), [1.0, 2.0, 4.0]),
+        (status(403, b"", {"X-RateLimit-Remaining": "0", "X-RateLimit-Reset": "4000000000"}), []),
+        (status(403, b"", {"Retry-After": "2"}), [2.0] * 3),
+    ],
+)
+def test_a_host_that_stays_busy(
+    ctx: Context, repo: Repo, host: PullHost, answer: Any, waits: list[float]
+) -> None:
+    host.page_faults[DIFF] = [answer] * 20
+    error = refused(ctx)
+    assert error.id in ("rate-limited", "patch-unreachable")
+    assert "not found" not in error.what
+    clock = ctx.clock
+    assert isinstance(clock, ImpatientClock)
+    assert clock.slept == waits
+
+
+def test_what_is_pinned_needs_no_host(ctx: Context, repo: Repo, host: PullHost) -> None:
+    run(ctx)
+    before = manifest(ctx)
+    for answer in ([status(429)] * 9, [status(404)], [status(503)] * 9):
+        host.page_faults[DIFF] = list(answer)
+        done = run(ctx)
+        assert done.result["how"] == "offline"
+        assert "what is pinned and kept is used" in done.result["notes"][0]
+        host.page_faults[DIFF] = list(answer)
+        with pytest.raises(PatchError):
+            run(ctx, update=True)
+    assert manifest(ctx) == before
+    stored(ctx.places, str(before.sha256)).unlink()
+    host.page_faults[DIFF] = [status(404)]
+    with pytest.raises(PatchError, match="404"):
+        run(ctx)
+
+
+def test_a_web_page_does_not_pass_as_unreachable(ctx: Context, repo: Repo, host: PullHost) -> None:
+    run(ctx)
+    host.page_faults[DIFF] = [status(200, b"<html>")]
+    with pytest.raises(PatchError, match="HTML"):
+        run(ctx)
+
+
+def test_facts_that_cannot_be_had_are_said_and_the_diff_is_pinned(
+    ctx: Context, repo: Repo, host: PullHost
+) -> None:
+    host.page_faults[MAIL] = [status(404)]
+    done = run(ctx)
+    found = manifest(ctx)
+    assert found.title == ""
+    assert found.base is None
+    assert found.head == git(repo.folder, "rev-parse", "refs/pull/7/head")
+    assert any("title and commits are not known" in note for note in done.result["notes"])
+
+
+def test_git_that_is_not_served_leaves_the_head_to_the_mails(
+    ctx: Context, repo: Repo, host: PullHost
+) -> None:
+    host.faults = [status(404)] * 20
+    done = run(ctx)
+    assert manifest(ctx).head == git(repo.folder, "rev-parse", "refs/pull/7/head")
+    assert manifest(ctx).base is None
+    assert len(done.result["notes"]) == 2
+
+
+def test_a_title_is_untrusted(ctx: Context, repo: Repo) -> None:
+    base = git(repo.folder, "rev-parse", "main^")
+    push(repo, FIXED, base=base, message="M\u00e9nd \x1b[31mred\x1b[0m " + "long " * 60)
+    run(ctx)
+    title = manifest(ctx).title
+    assert title.startswith("M\u00e9nd \\x1b[31mred")
+    assert len(title) <= 200
+
+
+def test_vendored_diffs_lie_beside_the_manifest(ctx: Context, repo: Repo, host: PullHost) -> None:
+    run(ctx, vendor=True)
+    found = manifest(ctx)
+    copy = ctx.recipes.parent / "patches" / "org" / "project" / str(found.vendored)
+    assert hashlib.sha256(copy.read_bytes()).hexdigest() == found.sha256
+    stored(ctx.places, str(found.sha256)).unlink()
+    host.page_faults[DIFF] = [status(404)]
+    assert run(ctx).result["how"] == "offline"
+    push(repo, FIXED.replace("line 3\n", "3\n"), base=str(found.base))
+    run(ctx, update=True)
+    assert hashlib.sha256(copy.read_bytes()).hexdigest() == manifest(ctx).sha256
+
+
+def test_one_commit_of_a_repository(ctx: Context, repo: Repo, host: PullHost) -> None:
+    head = git(repo.folder, "rev-parse", "refs/pull/7/head")
+    run(ctx, pr="", commit=head)
+    found = manifest(ctx, head[:12])
+    assert (found.head, found.pr, found.title) == (head, None, "and b")
+    assert found.base == git(repo.folder, "rev-parse", f"{head}^")
+    assert [f.path for f in found.files] == ["b.txt"]
+    same = run(ctx, pr="", url=f"{host.url}/{REPO}/commit/{head}.patch")
+    assert same.result["how"] == "same"
+    with pytest.raises(PatchError, match="404"):
+        run(ctx, pr="", commit="1" * 40)
+    with pytest.raises(UsageError, match="40 hex"):
+        run(ctx, pr="", commit=head[:12])
+
+
+def test_an_address_of_a_pull_request_is_that_one(ctx: Context, repo: Repo, host: PullHost) -> None:
+    run(ctx, pr="", repo="", url=f"{host.url}/{REPO}/pull/7/files")
+    assert manifest(ctx).pr == 7
+
+
+def test_any_address_and_any_file(ctx: Context, repo: Repo, host: PullHost, tmp_path: Path) -> None:
+    data = host.text(f"/{REPO}/pull/7.diff") or b""
+    with serve_files() as files:
+        files.put("/some/my-fix.diff", data, cut(30))
+        run(ctx, pr="", url=files.at("/some/my-fix.diff"))
+        assert manifest(ctx, "my-fix").source == files.at("/some/my-fix.diff")
+    (tmp_path / "local.patch").write_bytes(host.text(f"/{REPO}/pull/7.patch") or b"")
+    done = run(ctx, pr="", file=str(tmp_path / "local.patch"))
+    assert manifest(ctx, "local").title == "Mend line 20"
+    assert "only this machine's cache" in done.text
+    with pytest.raises(PatchError, match="cannot be read"):
+        run(ctx, pr="", file=str(tmp_path / "none.patch"))
+    with pytest.raises(UsageError):
+        run(ctx, pr="", url="http://example.org/x.diff")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"pr": ""}, {"pr": "0"}, {"pr": "-1"}, {"pr": "x"}, {"pr": "\u0663"}, {"pr": "9" * 30},
+        {"url": "https://example.org/x"}, {"repo": "nonsense"}, {"repo": "a/../b"},
+        {"allow": "anything"},
+    ],
+)  # fmt: skip
+def test_flags_that_make_no_sense(ctx: Context, flags: dict[str, str]) -> None:
+    with pytest.raises(UsageError):
+        run(ctx, **flags)
+
+
+def test_what_was_known_before_is_held_against_the_first_fetch(ctx: Context, repo: Repo) -> None:
+    path = ctx.recipes.parent / "patches" / "org" / "project" / "7.yaml"
+    known = Manifest(id="7", pr=7, repo=REPO, source="x", experimental=True, notes="by hand",
+                     known={"files": 2, "added": 2, "removed": 3})  # fmt: skip
+    write_manifest(path, known)
+    with pytest.raises(LockError, match="moved") as caught:
+        run(ctx)
+    assert "known of it: 2 files, +2 -3; it is now: 2 files, +2 -2" in str(caught.value.where)
+    write_manifest(path, known.changed(known={"files": 2, "added": 2, "removed": 2}))
+    run(ctx)
+    found = manifest(ctx)
+    assert found.pinned
+    assert found.experimental
+    assert found.notes == "by hand"
+
+
+def test_a_manifest_with_faults_is_not_overwritten(ctx: Context, repo: Repo) -> None:
+    run(ctx)
+    path = ctx.recipes.parent / "patches" / "org" / "project" / "7.yaml"
+    path.write_text(path.read_text() + "nonsense: 1\n")
+    with pytest.raises(RecipeError):
+        run(ctx, update=True)
+    assert "nonsense" in path.read_text()
+
+
+def test_the_outcome_is_data(ctx: Context, repo: Repo) -> None:
+    result = run(ctx).result
+    assert json.loads(json.dumps(result))["manifest"]["id"] == "7"
