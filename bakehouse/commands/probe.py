@@ -23,7 +23,7 @@ from bakehouse.records.store import Run
 from bakehouse.resolve import lock_path, read_lock
 from bakehouse.serve.control import look
 from bakehouse.serve.launch import kept_key
-from bakehouse.serve.proof import Running, identity
+from bakehouse.serve.proof import Running, identity, running
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,7 @@ def _ours(ctx: Context, options: Options) -> Target:
             hint=f"invoke serve --recipe {options.recipe} starts it",
         )
     key = kept_key(folder)
-    server = Running(
-        folder, state.server, state.nonce, state.host, state.port, recipe.engine, key
-    )  # fmt: skip
+    server = running(folder, state, recipe.engine, key)
     context = recipe.serve.context
     endpoint = Endpoint(
         server.url, recipe.name, server.headers, recipe.engine,

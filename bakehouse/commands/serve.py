@@ -21,8 +21,8 @@ from bakehouse.memory.machine import Machine
 from bakehouse.memory.recipe import find_machine
 from bakehouse.outcome import Outcome
 from bakehouse.patches import for_run, standing
-from bakehouse.plan.types import BuildPlan, ServePlan
-from bakehouse.plan.whole import compiled, make_plan, survey
+from bakehouse.plan.types import BuildPlan, ImagePlan, ServePlan
+from bakehouse.plan.whole import make_plan, survey
 from bakehouse.preflight import combinations
 from bakehouse.preflight.admit import admit, refuse_by_size
 from bakehouse.probe.golden import known_of
@@ -40,6 +40,7 @@ from bakehouse.serve.launch import Link, Settings
 from bakehouse.serve.listeners import refuse_taken
 from bakehouse.serve.ready import Limits
 from bakehouse.serve.watch import Tail
+from bakehouse.sources.images import ensure_image
 from bakehouse.sources.weights import ensure as ensure_weights
 from bakehouse.sources.weights import locate
 
@@ -81,7 +82,7 @@ class Wanted:
 
     loaded: Loaded
     lock: Lock
-    build: BuildPlan
+    build: BuildPlan | ImagePlan
     plan: ServePlan
     asked: Asked
     key: str | None
@@ -100,11 +101,6 @@ def run(ctx: Context, options: Options) -> Outcome:
     path = find(options.recipe, ctx.recipes)
     loaded = combinations.load_good(path, options.set_, asked.change(ctx))
     recipe = loaded.recipe
-    if recipe.engine != "llama.cpp":
-        raise UsageError(
-            f"serving {recipe.engine} is not supported yet", where=str(loaded.path), id="engine",
-            hint="recipes with engine: llama.cpp can be served",
-        )  # fmt: skip
     key = api_key(ctx, loaded)
     parse_port(options.port)
     if options.instance and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,31}", options.instance):
@@ -185,7 +181,7 @@ def wanted_server(
     port = parse_port(options.port)
     plan, asked = make_plan(loaded, lock, here, ctx.places, host=options.host or None, port=port)
     folder = ctx.places.servers / options.server_name(loaded.recipe.name)
-    return Wanted(loaded, lock, compiled(plan.build), plan.serve, asked, key, folder)
+    return Wanted(loaded, lock, plan.build, plan.serve, asked, key, folder)
 
 
 def prepare(ctx: Context, wanted: Wanted, options: Options, record: Run) -> None:
@@ -195,9 +191,12 @@ def prepare(ctx: Context, wanted: Wanted, options: Options, record: Run) -> None
     weights = ensure_weights(ctx, wanted.loaded, wanted.lock)
     files = {role: paths.files for role, paths in weights.items()}
     _admit(ctx, wanted, files, record, risk)
+    if isinstance(wanted.build, ImagePlan):
+        ensure_image(ctx, wanted.build.pin, wanted.build.arch)
+        return
     survey(ctx, wanted.recipe, wanted.lock, make=True)
     ensure_build(ctx, wanted.lock, wanted.build, record)
-    _able(ctx, wanted, record)
+    _able(ctx, wanted, wanted.build, record)
 
 
 def bring(ctx: Context, wanted: Wanted, options: Options, record: Run, questions: Asking) -> Ready:
@@ -226,8 +225,9 @@ def _known_bad(
     ctx: Context, wanted: Wanted, record: Run, types: frozenset[str] = frozenset()
 ) -> None:
     """Refuse or warn by what is known: first without the weights' headers, then with them."""
-    cuda = wanted.build.expected.cuda
-    gpus = [gpu.compute_capability for gpu in read_gpus(ctx.processes)] if cuda else []
+    cuda = wanted.build.expected.cuda if isinstance(wanted.build, BuildPlan) else None
+    on_gpu = cuda or (wanted.plan.container and wanted.plan.container.gpus)
+    gpus = [gpu.compute_capability for gpu in read_gpus(ctx.processes)] if on_gpu else []
     found = combinations.known_bad(
         wanted.loaded,
         lock=wanted.lock,
@@ -238,15 +238,15 @@ def _known_bad(
     combinations.note(ctx, wanted.loaded, found, record)
 
 
-def _able(ctx: Context, wanted: Wanted, record: Run) -> None:
+def _able(ctx: Context, wanted: Wanted, build: BuildPlan, record: Run) -> None:
     """Before launch: the built server knows every flag, and sees the GPU that it is to use."""
     if look(wanted.folder).alive:
         return
     origin = wanted.loaded.origin("serve", "command")
     layers = wanted.asked.gpu_layers if isinstance(wanted.asked, Features) else None
     checks = (
-        *know_flags(ctx, wanted.build, wanted.plan, origin),
-        *see_gpu(ctx, wanted.build, wanted.plan, layers),
+        *know_flags(ctx, build, wanted.plan, origin),
+        *see_gpu(ctx, build, wanted.plan, layers),
     )
     record.fact("able", [check.to_data() for check in checks])
     for line in unknown_lines(checks):

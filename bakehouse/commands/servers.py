@@ -20,7 +20,8 @@ def folder_of(ctx: Context, recipe: str) -> Path:
     if not recipe:
         raise UsageError("no recipe is named", hint="--recipe NAME, or a path to a recipe")
     plain = "/" not in recipe and recipe not in {".", ".."}
-    if plain and ctx.places.servers / recipe in folders(ctx.places):
+    mine = ctx.places.servers / recipe
+    if plain and (mine in folders(ctx.places) or mine in folders(ctx.places, boxed=True)):
         return ctx.places.servers / recipe
     from bakehouse.recipe.load import find, load  # not needed for a server that is known
 
@@ -43,6 +44,7 @@ def as_data(seen: Seen) -> dict[str, Any]:
         "name": seen.name, "status": seen.word, "folder": str(seen.folder),
         "log": str(seen.folder / "server.log"), "pids": [p.pid for p in seen.processes],
         "trouble": seen.trouble,
+        "containers": [{"name": c.name, "id": c.id, "state": c.state} for c in seen.containers],
     }  # fmt: skip
     if state is None:
         return data
@@ -70,6 +72,8 @@ def line(seen: Seen) -> str:
     if seen.word in {"running", "starting"}:
         rest = f"{data.get('url') or 'not listening yet'}  process {data.get('pid')}"
         rest += f"  since {data.get('started')}"
+    elif seen.containers:
+        rest = f"{seen.trouble}, without its keeper; invoke stop --recipe {seen.name} removes it"
     elif seen.word == "orphaned":
         rest = f"its keeper is gone; invoke stop --recipe {seen.name} ends what is left of it"
     elif seen.word == "unclear":

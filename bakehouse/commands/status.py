@@ -19,7 +19,9 @@ class Options:
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Look at one server or at all; what is gone is written down as gone."""
-    wanted = (folder_of(ctx, options.recipe),) if options.recipe else folders(ctx.places)
+    wanted = (
+        (folder_of(ctx, options.recipe),) if options.recipe else folders(ctx.places, boxed=True)
+    )
     seen = [look(folder) for folder in wanted]
     text = "\n".join(line(one) for one in seen) or "no server runs, and none has run yet"
     return Outcome(result={"servers": [as_data(one) for one in seen]}, text=text)

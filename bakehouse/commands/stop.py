@@ -26,12 +26,17 @@ def run(ctx: Context, options: Options) -> Outcome:
     """
     if bool(options.recipe) == options.all_:
         raise UsageError("name one server or all", hint="--recipe NAME, or --all")
-    wanted = folders(ctx.places) if options.all_ else (folder_of(ctx, options.recipe),)
+    wanted = folders(ctx.places, boxed=True) if options.all_ else (folder_of(ctx, options.recipe),)
     done = [stop(folder) for folder in wanted]
     if left := [p for folder in wanted for p in look(folder).processes]:
         raise HostError(
             "something still runs: " + ", ".join(f"process {p.pid}" for p in left),
             hint="a process that the kernel holds back ends only when its driver lets go",
+        )
+    if boxes := [one.name for folder in wanted for one in look(folder).containers]:
+        raise HostError(
+            f"containers could not be removed: {', '.join(boxes)}",
+            hint="docker rm --force NAME; then see the engine's log",
         )
     told = [one for one in done if one.ran] if options.all_ else done
     result = {"servers": [vars(one) for one in done]}

@@ -14,6 +14,7 @@ from bakehouse.checks import Check
 from bakehouse.lock import Lock
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
+from bakehouse.recipe.variables import Paths
 
 NONCE_ALIAS = "~bakehouse-"
 """What the nonce of a run follows, in the second name of a server."""
@@ -62,6 +63,17 @@ class Engine(Protocol):
     """Paths that are asked for evidence once it is healthy."""
     guarded: str
     """A path that must not be answered without the API key, where there is one."""
+    inside_port: int
+    """What it listens at inside a container."""
+    key_variable: str
+    """The environment variable from which it takes an API key, in a container."""
+    environment: Mapping[str, str]
+    """What its container gets, unless the recipe says otherwise."""
+    forced_environment: Mapping[str, str]
+    """What its container gets whatever the recipe says."""
+
+    def served(self, weights: Paths) -> str:
+        """Give the path by which the server will say which model it serves."""
 
     def refuse(
         self, command: Sequence[str], recipe: Recipe, origin: Origin, lock: Lock | None = None

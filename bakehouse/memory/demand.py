@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from bakehouse.recipe.model import Recipe
 
 
+SHARE = 0.92
+"""Of all memory, where a command names no share: vLLM 0.32's own default."""
+
+
 @dataclass(frozen=True)
 class Demand:
     """Settings that memory depends on; the defaults are the engines' own."""
@@ -108,7 +112,8 @@ def _vllm(recipe: Recipe, flags: dict[str, str]) -> Demand:
     serve = recipe.serve
     cache = (_text(flags, "--kv-cache-dtype") or serve.kv_cache or "auto").lower()
     share = _text(flags, "--gpu-memory-utilization")
-    fraction = float(share) if share and re.fullmatch(r"0?\.\d{1,6}|1(\.0{1,6})?", share) else 0.9
+    readable = share and re.fullmatch(r"0?\.\d{1,6}|1(\.0{1,6})?", share)
+    fraction = float(share) if share and readable else SHARE
     config = " ".join(v for k, v in flags.items() if k.startswith("--speculative"))
     streaming = {"fastsafetensors", "runai_streamer"}
     return Demand(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bakehouse.engines.llamacpp import server
+from bakehouse.engines.engine import Asked, engine_of
 from bakehouse.lock import Lock
 from bakehouse.places import Places
+from bakehouse.plan.container import ANY, inside, plan_container, weight_mounts
 from bakehouse.plan.types import ServePlan
 from bakehouse.preflight.address import bind_address
 from bakehouse.recipe.argv import Origin, render
@@ -24,33 +25,47 @@ def plan_serve(
     origin: Origin,
     host: str | None = None,
     port: int | None = None,
-) -> tuple[ServePlan, server.Features]:
-    """Plan a server that runs `binary`; `host` and `port` take the place of the recipe's.
+    image: str | None = None,
+    folder: str = "/",
+) -> tuple[ServePlan, Asked]:
+    """Plan a server that runs `binary`, inside a container of `image` where there is one.
 
-    `origin` is where the command stands in the recipe. Raises RecipeError for a template that gives
+    `host` and `port` take the place of the recipe's; `origin` is where the command stands in the
+    recipe, `folder` what its volumes are relative to. Raises RecipeError for a template that gives
     no command, or one that sets what Bakehouse sets; UsageError for an address that must not be
     listened at.
     """
-    folder = places.servers / recipe.name
+    engine = engine_of(recipe.engine)
+    state = places.servers / recipe.name
     has_key = recipe.serve.api_key is not None
     address = bind_address(host or recipe.serve.host, has_key=has_key)
     chosen = recipe.serve.port if port is None else port
-    variables = template_variables(recipe, server=binary, weights=weights)
+    seen: Mapping[str, Paths] = {role: inside(role, lock) for role in weights} if image else weights
+    variables = template_variables(recipe, server=binary, weights=seen)
     command = render(recipe.serve.command, variables, origin=origin)
-    server.refuse(command, recipe, origin)
-    added, alias = server.additions(
-        command, name=recipe.name, host=address, port=chosen, slots=recipe.serve.slots,
-        key_file=str(folder / "api-key") if has_key else None,
+    engine.refuse(command, recipe, origin, lock)
+    added, late = engine.additions(
+        command, recipe,
+        host=ANY if image else address,
+        port=engine.inside_port if image else chosen,
+        key_file=str(state / "api-key") if has_key and not image else None,
     )  # fmt: skip
-    asked = server.features(recipe, lock, command, weights["model"].first)
+    asked = engine.features(recipe, lock, command, engine.served(seen["model"]))
+    container = None
+    if image:
+        container = plan_container(
+            recipe, engine, image, weight_mounts(lock, weights), folder=folder, host=address,
+            port=chosen,
+        )  # fmt: skip
     plan = ServePlan(
         name=recipe.name,
         argv=(*command, *added),
-        late=(len(command) + alias,),
-        env={**recipe.serve.env, "XDG_CONFIG_HOME": str(folder / "config")},
+        late=(len(command) + late,),
+        env={} if image else {**recipe.serve.env, "XDG_CONFIG_HOME": str(state / "config")},
         host=address,
         port=chosen,
-        expects=server.expectations(asked),
+        expects=engine.expectations(asked),
         suites=recipe.asked.suites or (),
+        container=container,
     )
     return plan, asked

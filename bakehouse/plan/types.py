@@ -9,6 +9,7 @@ from __future__ import annotations
 from bakehouse.base import Frozen, digest
 from bakehouse.engines.configured import Expected
 from bakehouse.lock import ImagePin
+from bakehouse.ports.docker import ContainerSpec
 
 ARTIFACT_RECORD = "build.json"
 """In the artifact's folder, written last: its name tells that an artifact is there."""
@@ -143,6 +144,8 @@ class ServePlan(Frozen):
     """0 lets the system choose; the port is then read from the server's own socket."""
     expects: tuple[str, ...]
     suites: tuple[str, ...]
+    container: ContainerSpec | None = None
+    """What runs `argv`, where it is a container; its entrypoint is set aside."""
 
     @property
     def digest(self) -> str:

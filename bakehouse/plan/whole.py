@@ -101,12 +101,14 @@ def make_plan(
     serve, asked = plan_serve(
         loaded.recipe,
         lock,
-        compiled(build).server,
+        build.server,
         weights,
         places=places,
         origin=loaded.origin("serve", "command"),
         host=host,
         port=port,
+        image=build.image if isinstance(build, ImagePlan) else None,
+        folder=str(loaded.folder.absolute()),
     )
     fetch = (*_fetch_source(lock), *_fetch_toolkit(lock), *_fetch_weights(lock, weights))
     return Plan(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -26,7 +27,7 @@ PREFIX = "known-bad."
 """What the ids of these checks begin with."""
 _SPEC = re.compile(r"(<=|>=|<|>)?(\d+(?:\.\d+)*)")
 _QUANTISATION = re.compile(
-    r"(?<![A-Za-z0-9])(?:UD-)?(?:I?Q\d+_[A-Z0-9_]+|TQ\d_\d|(?:MX|NV)FP4|BF16|F16|F32)(?![A-Za-z0-9])",
+    r"(?<![A-Za-z0-9])(?:UD-)?(?:I?Q\d+_[A-Z0-9_]+|TQ\d_\d|(?:MX|NV)FP4|FP8|BF16|F16|F32)(?![A-Za-z0-9])",
     re.IGNORECASE,
 )
 
@@ -170,6 +171,9 @@ def situation_of(
     """What a recipe says, with what is known besides: nvcc's version, GPUs, tensors' types."""
     weights = recipe.weights.model
     names = [n for n in (weights.files, weights.hub, weights.path, weights.url) if n]
+    words = recipe.serve.command.split()
+    pairs = [f"{a}={b}" for a, b in pairwise(words) if a.startswith("--") and "=" not in a]
+    names += [pair for pair in pairs if pair.startswith("--quantization=")]
     known = {t.upper() for t in tensor_types} | (quantisations(names) or set())
     seen = set(capabilities)
     if not seen and recipe.host.compute_capability:
@@ -184,9 +188,17 @@ def situation_of(
         quantisation=frozenset(known) or None,
         compute_capability=frozenset(seen) or None,
         environment={**container, **recipe.serve.env},
-        flags=(*(f"{n}={v}" for n, v in cmake.items()), *recipe.serve.command.split()),
-        inapplicable=frozenset() if cuda else frozenset({"toolkit"}),
+        flags=(*(f"{n}={v}" for n, v in cmake.items()), *words, *pairs),
+        inapplicable=_inapplicable(recipe, seen),
     )
+
+
+def _inapplicable(recipe: Recipe, capabilities: set[str]) -> frozenset[str]:
+    """Facts that a recipe cannot have: a toolkit without a CUDA build, a GPU that is not asked."""
+    cuda = recipe.build.cuda if recipe.build else None
+    none = set() if cuda else {"toolkit"}
+    on_cpu = recipe.engine == "vllm" and not (recipe.container and recipe.container.gpus)
+    return frozenset(none | ({"compute_capability"} if on_cpu and not capabilities else set()))
 
 
 def judge(recipe: Recipe, situation: Situation, where: str) -> tuple[Check, ...]:

@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bakehouse.engines.llamacpp import server
+from bakehouse.engines.engine import engine_of
 from bakehouse.engines.llamacpp.cmake import NOTHING, refusals
+from bakehouse.engines.vllm import flags
 from bakehouse.errors import Fault, RecipeError, UsageError
+from bakehouse.preflight import vllm
 from bakehouse.preflight.address import bind_address
 from bakehouse.recipe.load import Loaded, load
 from bakehouse.recipe.model import Recipe
@@ -81,18 +83,25 @@ def _definitions(recipe: Recipe) -> tuple[Conflict, ...]:
 
 
 def _command(loaded: Loaded) -> tuple[Fault, ...]:
-    """What a llama-server command holds or lacks, tried with stand-ins for binary and weights."""
-    if loaded.recipe.engine != "llama.cpp":
-        return ()
+    """What a command holds or lacks, tried with stand-ins for binary and weights."""
     from bakehouse.recipe.argv import render  # Jinja is slow to import
 
-    origin = loaded.origin("serve", "command")
+    recipe, origin = loaded.recipe, loaded.origin("serve", "command")
+    found: tuple[Fault, ...] = ()
     try:
-        command = render(loaded.recipe.serve.command, trial_variables(loaded.recipe), origin=origin)
-        server.refuse(command, loaded.recipe, origin)
+        command = render(recipe.serve.command, trial_variables(recipe), origin=origin)
     except RecipeError as error:
         return error.faults
-    return ()
+    try:
+        engine_of(recipe.engine).refuse(command, recipe, origin)
+    except RecipeError as error:
+        found = error.faults
+    if recipe.engine == "vllm":
+        found += tuple(
+            loaded.origin(*c.keys).fault(c.message, c.hint)
+            for c in vllm.conflicts(recipe, flags.read(command))
+        )
+    return found
 
 
 def _address(recipe: Recipe) -> tuple[Conflict, ...]:

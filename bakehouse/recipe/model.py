@@ -232,7 +232,13 @@ class Container(Frozen):
     gpus: Text | None = None
     ipc: Literal["host", "private", "shareable"] | None = None
     shm_size: Size | None = None
+    """Bytes of /dev/shm; without it the engine gives 64 MiB."""
+    memory: Size | None = None
+    """What the container may use at most; beyond it the kernel ends it."""
+    user: Text | None = None
+    """In place of the image's own: a name, or UID:GID."""
     volumes: tuple[Text, ...] = ()
+    """Caches and the like: SOURCE:TARGET, with :ro behind it read-only."""
     env: dict[Variable, Text] = {}
 
 

@@ -59,12 +59,13 @@ def template_variables(
 
 def trial_variables(recipe: Recipe) -> dict[str, Any]:
     """Give variables of the same shape before anything is built or fetched."""
+    server = "vllm" if recipe.engine == "vllm" else "/build/bin/llama-server"
     weights = {}
     for role, _ in recipe.weights.items():
         folder = f"/weights/{role}"
         first = f"{folder}/{role}.gguf"
         weights[role] = StandIn(first, folder, (first,))
-    return template_variables(recipe, server="/build/bin/llama-server", weights=weights)
+    return template_variables(recipe, server=server, weights=weights)
 
 
 def _paths(paths: Paths | None) -> dict[str, Any] | None:

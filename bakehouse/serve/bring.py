@@ -19,7 +19,7 @@ from bakehouse.records.model import Answer, SuiteRecord
 from bakehouse.serve.control import Seen, look, stop
 from bakehouse.serve.launch import Link, Settings, kept_key, launch
 from bakehouse.serve.processes import Process
-from bakehouse.serve.proof import Evidence, Prove, Running, prove
+from bakehouse.serve.proof import Evidence, Prove, Running, prove, running
 from bakehouse.serve.ready import Limits, Waiting
 from bakehouse.signatures.catalogue import catalogue
 
@@ -73,7 +73,8 @@ class Ready:
 
 def identity_digest(plan: ServePlan, *parts: str) -> str:
     """Digest of what makes two servers the same one: command, environment, address, artifacts."""
-    return digest([plan.argv, plan.env, plan.host, plan.port, *parts])
+    box = [plan.container.to_data()] if plan.container else []
+    return digest([plan.argv, plan.env, plan.host, plan.port, *box, *parts])
 
 
 @contextmanager
@@ -128,10 +129,7 @@ def _again(ctx: Context, seen: Seen, order: Order, questions: Prove, notes: Note
     state = seen.state
     if state is None or state.server is None:
         raise NotHealthy(f"{seen.name} has no server process", where=str(seen.folder))
-    server = Running(
-        seen.folder, state.server, state.nonce, state.host, state.port, order.settings.engine,
-        order.settings.key,
-    )  # fmt: skip
+    server = running(seen.folder, state, order.settings.engine, order.settings.key)
     evidence = Evidence([watched(seen.folder, state.findings)])
     began = ctx.clock.monotonic()
     try:
@@ -166,7 +164,7 @@ def _fresh(ctx: Context, order: Order, questions: Prove, notes: Notes) -> Ready:
     settings, plan = order.settings, order.plan
     catalogue(settings.engine)  # read now, not between the engine's first 200 and READY
     began = ctx.clock.monotonic()
-    link = launch(plan, settings, ctx.environment)
+    link = launch(plan, settings, ctx.environment, ctx.docker)
     evidence = Evidence()
     keep = False
     try:
@@ -177,8 +175,9 @@ def _fresh(ctx: Context, order: Order, questions: Prove, notes: Notes) -> Ready:
         if process is None:
             raise NotHealthy("the server ended at once", where=str(settings.folder / "server.log"))
         server = Running(
-            settings.folder, process, link.nonce, plan.host, port, settings.engine, settings.key
-        )
+            settings.folder, process, link.nonce, plan.host, port, settings.engine, settings.key,
+            link.box,
+        )  # fmt: skip
         prove(ctx, server, order.asked, questions, evidence)
         if not link.tell_proven(str(notes.folder), foreground=order.foreground):
             raise waiting.died()

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bakehouse.places import Places
+from bakehouse.ports.docker import ContainerFacts
 from bakehouse.ports.guard import descendants
+from bakehouse.serve import containers
 from bakehouse.serve import state as states
 from bakehouse.serve.processes import Process, end, marked, marked_folders
 from bakehouse.serve.state import Ended, State, Unreadable
@@ -38,20 +40,24 @@ class Seen:
     processes: tuple[Process, ...]
     """The keeper first, where it lives."""
     trouble: str | None = None
+    containers: tuple[ContainerFacts, ...] = ()
+    """Its containers, where nothing else of it is left."""
 
     @property
     def alive(self) -> bool:
-        """Whether anything of it runs."""
-        return bool(self.processes)
+        """Whether anything of it is left: a process, or a container that nobody follows."""
+        return bool(self.processes or self.containers)
 
 
-def folders(places: Places) -> tuple[Path, ...]:
+def folders(places: Places, *, boxed: bool = False) -> tuple[Path, ...]:
     """Give the folder of each server that left a trace, on disk or among the processes.
 
-    One whose folder was removed runs on, and has to be found all the same.
+    One whose folder was removed runs on, and has to be found all the same; `boxed` asks the Docker
+    Engine for such ones too, where there is one.
     """
     there = {f for f in places.servers.iterdir() if f.is_dir()} if places.servers.is_dir() else ()
-    return tuple(sorted({*there, *marked_folders(places.servers)}))
+    inside = containers.folders_with(places.servers) if boxed else ()
+    return tuple(sorted({*there, *marked_folders(places.servers), *inside}))
 
 
 def look(folder: Path) -> Seen:
@@ -62,8 +68,12 @@ def look(folder: Path) -> Seen:
     except Unreadable as error:
         known, trouble = None, f"its state cannot be read: {error}"
     found = everything(folder, known)
+    boxes = () if found else left_boxes(folder, known)
     keeper = next((p for p in found if is_keeper(p, folder)), None)
     ordered = tuple(sorted(found, key=lambda p: (p != keeper, p.pid)))
+    if boxes:
+        trouble = f"{trouble}; " if trouble else ""
+        return Seen(folder.name, folder, "orphaned", known, (), trouble + _box_words(boxes), boxes)
     if known and not found and known.phase != "ended":
         known = _note_gone(folder, known)
         return Seen(folder.name, folder, "gone", known, ())
@@ -77,6 +87,28 @@ def look(folder: Path) -> Seen:
     else:
         word = "running" if known.phase == "proven" and known.server_alive else "starting"
     return Seen(folder.name, folder, word, known, ordered, trouble)
+
+
+def left_boxes(folder: Path, known: State | None) -> tuple[ContainerFacts, ...]:
+    """Give the containers of a server that has no process left.
+
+    The engine is asked only where there is reason to: a state that tells of a container, or none
+    at all. A server that ended in an orderly way took its container with it.
+    """
+    if known and (known.container is None or known.phase == "ended"):
+        return ()
+    if known is None and not folder_tells(folder):
+        return ()
+    return containers.find(folder, known.docker if known else None)
+
+
+def folder_tells(folder: Path) -> bool:
+    """Whether a server without a state may have a container: it left no folder, or a note there."""
+    return not folder.is_dir() or (folder / "server.log").exists()
+
+
+def _box_words(boxes: Iterable[ContainerFacts]) -> str:
+    return ", ".join(f"container {one.name} is {one.state}" for one in boxes)
 
 
 def everything(folder: Path, known: State | None) -> tuple[Process, ...]:
@@ -136,12 +168,16 @@ def stop(folder: Path) -> Stopped:
         how = f" ({seen.state.ended.says})" if seen.state and seen.state.ended else ""
         return Stopped(seen.name, ran=False, killed=False, says=f"was not running{how}")
     patience = seen.state.stop_timeout if seen.state else 20.0
+    if seen.containers:
+        return _stop_boxes(seen)
     keeper = next((p for p in seen.processes if is_keeper(p, folder)), None)
     if keeper:
         end(lambda: _alive([keeper]), grace=patience + KEEPER_GRACE_S)
     known = _read(folder)
     killed = end(lambda: everything(folder, known), grace=2.0 if keeper else patience)
     known = _read(folder)
+    if known and known.container and (left := containers.find(folder, known.docker)):
+        containers.remove(left, known.docker)
     states.forget_key(folder)
     if known and known.phase != "ended":
         ended = Ended(at=states.now(), why="stopped", code=None, says="stopped as asked")
@@ -149,6 +185,16 @@ def stop(folder: Path) -> Stopped:
     by_kill = killed or bool(known and known.ended and known.ended.code == -9)
     says = "stopped" + (" (it ignored TERM and was killed)" if by_kill else "")
     return Stopped(seen.name, ran=True, killed=by_kill, says=says)
+
+
+def _stop_boxes(seen: Seen) -> Stopped:
+    """Remove what a crash of everything else left behind."""
+    containers.remove(seen.containers, seen.state.docker if seen.state else None)
+    states.forget_key(seen.folder)
+    if seen.state and seen.state.phase != "ended":
+        _note_gone(seen.folder, seen.state)
+    says = f"stopped: {_box_words(seen.containers)}, and nobody followed it any more; removed"
+    return Stopped(seen.name, ran=True, killed=False, says=says)
 
 
 def _alive(processes: Iterable[Process]) -> list[Process]:

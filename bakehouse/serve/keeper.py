@@ -97,7 +97,7 @@ class Keeper:
         keeper = os.getpid()
         out = os.open(self.folder / "server.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
-        argv, env = self.spec.state.argv, self.spec.env
+        argv, env = self.spec.run or self.spec.state.argv, self.spec.env
         pid = os.fork()
         if pid:
             os.close(out)
@@ -244,16 +244,25 @@ class Keeper:
         self._read_log()
         code = None if self.status is None else os.waitstatus_to_exitcode(self.status)
         why = self.why or "exited"
-        says = (
-            f"stopped: {self.says}"
-            if why == "refused"
-            else oom.explain(code, why, self.oom.killed(self.child), self.says)
-        )
+        says = self._words(code, why)
         ended = Ended(at=state.now(), why=why, code=code, says=says)
         self._note(phase="ended", ended=ended)
         self._keep_alarms()
         state.forget_key(self.folder)
         self._tell({"event": "ended", "says": says, "code": code, "why": why})
+
+    def _words(self, code: int | None, why: str) -> str:
+        """Say how it ended; for a container its own note, and what a killed follower left goes."""
+        note: dict[str, Any] = {}
+        if self.spec.run:
+            from bakehouse.serve import aftermath  # a process has no need of it
+
+            note = aftermath.clear(self.folder, self.state.container or "", self.spec.env)
+        if why == "refused":
+            return f"stopped: {self.says}"
+        if why == "exited" and "says" in note:
+            return str(note["says"])
+        return oom.explain(code, why, self.oom.killed(self.child), self.says)
 
     def _keep_alarms(self) -> None:
         """Put the guard's alarms into the record too: the next launch writes a new state."""

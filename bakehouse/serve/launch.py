@@ -11,13 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bakehouse.engines.engine import engine_of
 from bakehouse.errors import HostError
 from bakehouse.plan.types import ServePlan
+from bakehouse.ports.docker import Docker
 from bakehouse.ports.process import environment
+from bakehouse.serve import aftermath, containers
 from bakehouse.serve import state as states
 from bakehouse.serve.control import KEEPER_MODULE, stop
 from bakehouse.serve.guard import Bounds
@@ -53,6 +56,8 @@ class Link:
         self.folder = folder
         self.nonce = nonce
         self.server = 0
+        self.box: containers.Box | None = None
+        """The server's container, where it has one."""
         self.ended: dict[str, Any] | None = None
         """What the keeper said of the server's end; None while it runs."""
         self.alarms: list[dict[str, Any]] = []
@@ -129,10 +134,13 @@ class Link:
             self.poll()
 
 
-def launch(plan: ServePlan, settings: Settings, base: Mapping[str, str]) -> Link:
+def launch(
+    plan: ServePlan, settings: Settings, base: Mapping[str, str], docker: Docker | None = None
+) -> Link:
     """Start the server of a plan; `base` is the environment to choose from.
 
-    Raises HostError where the port is taken or the server's folder cannot be used.
+    Raises HostError where the port is taken, the server's folder cannot be used, or the container
+    that the plan wants cannot be made on `docker`.
     """
     refuse_taken(plan.host, plan.port)
     folder = settings.folder
@@ -143,13 +151,17 @@ def launch(plan: ServePlan, settings: Settings, base: Mapping[str, str]) -> Link
         host=plan.host, port=plan.port, plan=settings.plan, started=states.now(),
         stop_timeout=settings.stop_timeout,
     )  # fmt: skip
-    states.write(folder, first)
     env = environment({**plan.env, MARK: str(folder)}, base)
     spec = Spec(
         state=first, env=env, cwd=str(settings.cwd), guard=settings.guard,
         engine=settings.engine,
     )  # fmt: skip
+    box = None
+    if plan.container and docker:
+        box, spec = _in_container(plan, settings, spec, docker, base)
+    states.write(folder, spec.state)
     link = Link(folder, nonce, start_keeper(folder, spec))
+    link.box = box
     if not link.wait_for("started", KEEPER_START_S):
         says = (link.ended or {}).get("says", "it said nothing")
         link.close()
@@ -160,15 +172,41 @@ def launch(plan: ServePlan, settings: Settings, base: Mapping[str, str]) -> Link
     return link
 
 
+def _in_container(
+    plan: ServePlan, settings: Settings, spec: Spec, docker: Docker, base: Mapping[str, str]
+) -> tuple[containers.Box, Spec]:
+    """Make the container, and have the keeper run what starts and follows it."""
+    engine = engine_of(settings.engine)
+    secret = (engine.key_variable, settings.key) if settings.key else None
+    made = containers.make(docker, plan, settings.folder, spec.state.nonce, secret)
+    follow = (
+        sys.executable, "-m", aftermath.FOLLOWER, str(settings.folder), made,
+        f"{settings.stop_timeout:g}", spec.state.nonce,
+    )  # fmt: skip
+    env = {
+        **spec.env, **containers.engine_environment(base),
+        "PYTHONPATH": importable(), "PYTHONSAFEPATH": "1",
+    }  # fmt: skip
+    where = containers.find_endpoint_host(base)
+    state = replace(spec.state, container=made, docker=where or None)
+    return (
+        containers.Box(docker, made, engine.inside_port),
+        replace(spec, state=state, env=env, run=follow),
+    )
+
+
+def importable() -> str:
+    """Give a PYTHONPATH by which a child finds all that we can import, however that came to be."""
+    package = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join(dict.fromkeys([package, *filter(None, sys.path)]))
+
+
 def start_keeper(folder: Path, spec: Spec) -> socket.socket:
     """Start the detached keeper and tell it what to do; give our end of the line."""
     ours, theirs = socket.socketpair()
-    # All that we can import the keeper has to find too, however it came to be importable.
-    package = str(Path(__file__).resolve().parents[2])
-    importable = os.pathsep.join(dict.fromkeys([package, *filter(None, sys.path)]))
     with theirs, (folder / "keeper.log").open("ab") as log:
         env = {
-            **environment({"PYTHONPATH": importable, MARK: str(folder)}),
+            **environment({"PYTHONPATH": importable(), MARK: str(folder)}),
             "PYTHONSAFEPATH": "1",
         }
         starter = subprocess.Popen(
@@ -189,6 +227,7 @@ def prepare(folder: Path, key: str | None) -> None:
         folder.chmod(0o700)
         _rotate(folder / "server.log")
         (folder / "keeper.log").write_bytes(b"")
+        (folder / aftermath.NOTE).unlink(missing_ok=True)
         _put_key(folder / states.KEY_FILE, key)
     except OSError as error:
         raise HostError(

@@ -14,13 +14,16 @@ from bakehouse.checks import Check, check, not_passed
 from bakehouse.context import Context
 from bakehouse.engines.engine import NONCE_ALIAS, Answer, Asked, Engine, engine_of
 from bakehouse.errors import BakehouseError, NotCorrect, NotHealthy
+from bakehouse.plan.container import NONCE
 from bakehouse.probe.prove import explain
 from bakehouse.probe.types import Endpoint, Proof, SuiteProof
 from bakehouse.records.model import Answer as Said
 from bakehouse.serve.causes import Cause, first_cause, read_log, signature_check
+from bakehouse.serve.containers import Box, engine_at
 from bakehouse.serve.listeners import listeners, overlapping, sockets
 from bakehouse.serve.processes import Process, tree
 from bakehouse.serve.ready import get, url_of
+from bakehouse.serve.state import State
 
 FEATURE_S = 10.0
 LOG_S = 1.0
@@ -40,6 +43,8 @@ class Running:
     port: int
     engine: str
     key: str | None = None
+    box: Box | None = None
+    """Its container; `process` is then the one that follows it."""
 
     @property
     def url(self) -> str:
@@ -55,6 +60,19 @@ class Running:
     def log(self) -> Path:
         """What it writes."""
         return self.folder / "server.log"
+
+
+def running(folder: Path, state: State, engine: str, key: str | None) -> Running:
+    """Give the server that a state speaks of. Raises NotHealthy where it has no process."""
+    if state.server is None:
+        raise NotHealthy(f"{folder.name} has no server process", where=str(folder))
+    box = None
+    if state.container:
+        port = engine_of(engine).inside_port
+        box = Box(engine_at(state.docker), state.container, port)
+    return Running(
+        folder, state.server, state.nonce, state.host, state.port, engine, key, box
+    )  # fmt: skip
 
 
 @dataclass
@@ -94,7 +112,8 @@ def prove(ctx: Context, server: Running, asked: Asked, questions: Prove, seen: E
 
 def identity(ctx: Context, server: Running, suffix: str = "") -> list[Check]:
     """Judge whether the child that we started lives, is healthy, and is who answers."""
-    engine = engine_of(server.engine)
+    if server.box:
+        return _identity_of_container(ctx, server, server.box, suffix)
     alive = server.process.alive
     found = overlapping(listeners(), server.host, server.port)
     family = 6 if ":" in server.host else 4
@@ -104,11 +123,6 @@ def identity(ctx: Context, server: Running, suffix: str = "") -> list[Check]:
     owner = "no socket" if not near else f"our process {server.process.pid}"
     if strange:
         owner = f"another process holds {', '.join(map(str, strange))}"
-    health = models = Answer(0, None, "not asked: it would not be our server that answers")
-    if alive and near and not strange:
-        health = get(ctx, f"{server.url}/health")
-        models = get(ctx, f"{server.url}/v1/models", server.headers, FEATURE_S)
-    wanted = f"{NONCE_ALIAS}{server.nonce}"
     return [
         check(
             f"alive{suffix}", f"process {server.process.pid} runs",
@@ -118,6 +132,44 @@ def identity(ctx: Context, server: Running, suffix: str = "") -> list[Check]:
             f"socket-owner{suffix}", f"port {server.port} is our process's own", owner,
             "/proc/net/tcp", ok=bool(near) and not strange,
         ),
+        *_answers(ctx, server, suffix, ours=alive and bool(near) and not strange),
+    ]  # fmt: skip
+
+
+def _identity_of_container(ctx: Context, server: Running, box: Box, suffix: str) -> list[Check]:
+    """The same for a container: the engine says whose the published port is."""
+    facts = box.facts()
+    state = f"it is {facts.state}" if facts else "it is gone, or the engine does not answer"
+    following = server.process.alive
+    if facts and facts.running and not following:
+        state = "it runs, and the process that follows it ended"
+    ours = bool(facts and facts.labels.get(NONCE) == server.nonce and facts.running)
+    port = facts.ports.get(box.inside_port) if facts else None
+    name = facts.name if facts else box.id[:12]
+    owner = f"published by {name}, port {port}" if port else "nothing is published"
+    mine = ours and port == server.port
+    return [
+        check(
+            f"alive{suffix}", f"container {name} runs", state, f"docker inspect {box.id[:12]}",
+            ok=ours and following,
+        ),
+        check(
+            f"port-owner{suffix}", f"port {server.port} is our container's own", owner,
+            f"docker inspect {box.id[:12]}", ok=mine,
+        ),
+        *_answers(ctx, server, suffix, ours=mine),
+    ]  # fmt: skip
+
+
+def _answers(ctx: Context, server: Running, suffix: str, *, ours: bool) -> list[Check]:
+    """Ask health and names, where it is our server that would answer."""
+    engine = engine_of(server.engine)
+    health = models = Answer(0, None, "not asked: it would not be our server that answers")
+    if ours:
+        health = get(ctx, f"{server.url}/health")
+        models = get(ctx, f"{server.url}/v1/models", server.headers, FEATURE_S)
+    wanted = f"{NONCE_ALIAS}{server.nonce}"
+    return [
         check(
             f"health{suffix}", engine.health, health.says, "GET /health",
             ok=engine.healthy(health),

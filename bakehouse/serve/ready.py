@@ -5,16 +5,18 @@ Nothing here decides that a server is ready: a healthy one is then proven, in `s
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bakehouse.checks import Check, check
 from bakehouse.context import Context
 from bakehouse.engines.engine import Answer, engine_of
-from bakehouse.errors import NotHealthy
+from bakehouse.errors import BakehouseError, HostError, NotHealthy
 from bakehouse.ports.http import Unreachable
 from bakehouse.progress import Bar
 from bakehouse.serve.activity import Silence, read_activity
+from bakehouse.serve.aftermath import read
 from bakehouse.serve.causes import first_cause, last_words, read_log
 from bakehouse.serve.launch import Link
 from bakehouse.serve.listeners import Listener, owned
@@ -23,6 +25,8 @@ from bakehouse.serve.watch import Tail
 
 POLL_S = 0.02
 """Between two questions, so that READY lags the engine by well under 0.1 s."""
+BOX_POLL_S = 0.1
+"""The same for a container: each question makes the engine's proxy open a connection inside."""
 ASK_S = 2.0
 LOOK_S = 0.25
 """Between two looks at the log and at what was read."""
@@ -88,9 +92,14 @@ class Waiting:
                 if self.listener is not None and self._healthy(self.listener):
                     return self.listener.port
                 self._look(bar)
-                self.ctx.clock.sleep(POLL_S)
+                self.ctx.clock.sleep(BOX_POLL_S if self.link.box else POLL_S)
 
     def _find_socket(self) -> None:
+        if self.link.box:
+            if port := self.link.box.port():
+                self.listener = Listener(ipaddress.ip_address(self.host), port, 0)
+                self.link.tell_port(port)
+            return
         mine = owned(tree(self.link.server))
         if mine:
             self.listener = min(mine, key=lambda one: one.port)
@@ -118,7 +127,7 @@ class Waiting:
         self.warned = len(self.link.alarms)
         lines = self.log.lines()
         self.stage = next(filter(None, map(self.engine.stage, reversed(lines))), self.stage)
-        reading = read_activity(tree(self.link.server))
+        reading = read_activity(self._pids())
         silent = self.silence.look(now, reading, lines, self.polls)
         self.polls = 0
         bar.update(min(reading.loaded, self.total), self.total, self.stage)
@@ -136,8 +145,17 @@ class Waiting:
                 "it was not healthy in time", check("health", wanted, seen, "GET /health", ok=False)
             )
 
-    def died(self) -> NotHealthy:
-        """Make the error for a server that ended."""
+    def _pids(self) -> tuple[int, ...]:
+        """The server's processes, as far as this machine sees them."""
+        inside = self.link.box.pids() if self.link.box else ()
+        return (*tree(self.link.server), *inside)
+
+    def died(self) -> BakehouseError:
+        """Make the error for a server that ended, or for a container that never started."""
+        if self.link.box and (failed := read(self.link.folder).get("failed")):
+            return HostError(
+                str(failed["what"]), where=failed["where"], hint=failed["hint"], id=failed["id"]
+            )
         says = str((self.link.ended or {}).get("says"))
         seen = check("alive", "the server runs until it is ready", says, "process table", ok=False)
         return self._failed(f"the server ended before it was ready: it {says}", seen)

@@ -63,6 +63,10 @@ class State:
     ended: Ended | None = None
     findings: tuple[dict[str, Any], ...] = ()
     """What the log showed of fatal or silent faults, the first ones."""
+    container: str | None = None
+    """Its id, where the server runs in one; `server` is then the process that follows it."""
+    docker: str | None = None
+    """Address of the engine that the container is on."""
     alarms: tuple[dict[str, Any], ...] = ()
     """What the memory guard said, the latest ones, each with its time and figures."""
 
@@ -188,6 +192,8 @@ class Spec:
     guard: Bounds | None = None
     """Of the memory guard; None for no guard."""
     engine: str = ""
+    run: tuple[str, ...] = ()
+    """What is executed, where that is not the server's own command: it follows a container."""
 
     def to_json(self) -> str:
         """One line."""
@@ -201,5 +207,5 @@ class Spec:
         return cls(
             state=_state({"schema": SCHEMA, **state}, state["name"]),
             guard=Bounds(**bounds) if bounds else None,
-            **data,
+            **{**data, "run": tuple(data["run"])},
         )

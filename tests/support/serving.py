@@ -10,7 +10,7 @@ from typing import Any
 
 from bakehouse.checks import Check, Verdict, check
 from bakehouse.context import Context
-from bakehouse.engines.llamacpp.server import Features
+from bakehouse.engines.engine import Asked
 from bakehouse.lock import Lock
 from bakehouse.plan.serve import plan_serve
 from bakehouse.plan.types import ServePlan
@@ -70,7 +70,7 @@ def recipe(name: str = "fake", serve: dict[str, Any] | None = None, **more: Any)
 
 def make_plan(
     ctx: Context, command: tuple[str, ...], model: str, name: str = "fake", **serve: Any
-) -> tuple[ServePlan, Features, Recipe]:
+) -> tuple[ServePlan, Asked, Recipe]:
     """Plan a server with this very command."""
     template = {"command": "{{ vars.command | args }}", "vars": {"command": list(command)}}
     wanted = recipe(name, {**serve, **template})

@@ -333,7 +333,7 @@ def test_vllm_flags() -> None:
     argv = "vllm serve /model --max-model-len 32k --gpu-memory-utilization=0.62 --max-num-seqs 256"
     demand = demand_of(made, argv.split())
     assert (demand.context, demand.share, demand.sequences) == (32_000, 0.62, 256)
-    assert demand_of(made).share == 0.9
+    assert demand_of(made).share == 0.92
 
 
 @pytest.mark.engine

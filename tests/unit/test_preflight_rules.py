@@ -269,14 +269,22 @@ def test_version_conditions(version: str, spec: str, holds: bool) -> None:
 def test_every_row_is_reached_by_some_situation_and_the_form_is_strict() -> None:
     every = Situation(
         engine_version="0.32", compute_capability=frozenset({"12.1"}),
-        quantisation=frozenset({"IQ3_S", "MXFP4", "NVFP4"}),
-        environment={"VLLM_USE_DEEP_GEMM": "0"}, flags=("-allow-unsupported-compiler",),
+        quantisation=frozenset({"IQ3_S", "MXFP4", "NVFP4", "FP8"}),
+        flags=("-allow-unsupported-compiler", "--model-impl=transformers"),
     )  # fmt: skip
     reached = {
         m.row.id
         for engine in ("llama.cpp", "vllm")
         for toolkit in ("11.5.119", "12.8.93", "13.2.86")
-        for m in matches(Situation(**{**vars(every), "engine": engine, "toolkit": toolkit}))
+        for gemm in ("0", "1")
+        for m in matches(
+            Situation(
+                **{
+                    **vars(every), "engine": engine, "toolkit": toolkit,
+                    "environment": {"VLLM_USE_DEEP_GEMM": gemm},
+                }
+            )
+        )
         if m.certain
     }
     assert reached == {row.id for row in rows()}

@@ -12,6 +12,7 @@ from bakehouse.engines.llamacpp.server import Features
 from bakehouse.lock import Lock
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
+from bakehouse.recipe.variables import Paths
 
 ON_THE_CPU = frozenset({"no-layers-offloaded", "cuda-disabled"})
 """Signatures of a model that runs on the CPU, which a recipe may ask for."""
@@ -25,6 +26,14 @@ class LlamaCpp:
     health = 'HTTP 200: {"status": "ok"}'
     evidence: tuple[str, ...] = ("/v1/models", "/props", "/slots")
     guarded = "/props"
+    inside_port = 8080
+    key_variable = "LLAMA_API_KEY"
+    environment: Mapping[str, str] = {}
+    forced_environment: Mapping[str, str] = {}
+
+    def served(self, weights: Paths) -> str:
+        """Give the file that it names in /props."""
+        return weights.first
 
     def refuse(
         self, command: Sequence[str], recipe: Recipe, origin: Origin, lock: Lock | None = None

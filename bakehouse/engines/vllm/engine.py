@@ -7,11 +7,13 @@ from typing import Any
 
 from bakehouse.checks import Check
 from bakehouse.engines.engine import Answer, Asked
-from bakehouse.engines.vllm import evidence, server
+from bakehouse.engines.vllm import evidence
+from bakehouse.engines.vllm import server as server_
 from bakehouse.engines.vllm.server import Features
 from bakehouse.lock import Lock
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
+from bakehouse.recipe.variables import Paths
 
 
 class Vllm:
@@ -22,12 +24,20 @@ class Vllm:
     health = "HTTP 200"
     evidence: tuple[str, ...] = ("/v1/models", "/version", "/metrics")
     guarded = "/v1/models"
+    inside_port = server_.PORT
+    key_variable = "VLLM_API_KEY"
+    environment: Mapping[str, str] = server_.ENVIRONMENT
+    forced_environment: Mapping[str, str] = server_.OFFLINE
+
+    def served(self, weights: Paths) -> str:
+        """Give the folder that it names as the model's root."""
+        return weights.path
 
     def refuse(
         self, command: Sequence[str], recipe: Recipe, origin: Origin, lock: Lock | None = None
     ) -> None:
         """Raise RecipeError for what Bakehouse sets itself and for what nothing pins."""
-        server.refuse(command, recipe, origin, lock)
+        server_.refuse(command, recipe, origin, lock)
 
     def additions(
         self, command: Sequence[str], recipe: Recipe, *, host: str, port: int, key_file: str | None
@@ -37,17 +47,17 @@ class Vllm:
         Address and port are the container's own, and the key comes through its environment.
         """
         del command, host, port, key_file
-        return server.additions(recipe)
+        return server_.additions(recipe)
 
     def features(
         self, recipe: Recipe, lock: Lock, command: Sequence[str], model_path: str
     ) -> Features:
         """Derive what the server has to show."""
-        return server.features(recipe, lock, command, model_path)
+        return server_.features(recipe, lock, command, model_path)
 
     def expectations(self, asked: Asked) -> tuple[str, ...]:
         """Say the same in words."""
-        return server.expectations(_own(asked))
+        return server_.expectations(_own(asked))
 
     def healthy(self, answer: Answer) -> bool:
         """Whether it is 200: the body is empty, and a server that loads does not answer at all."""

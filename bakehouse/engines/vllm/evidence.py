@@ -27,7 +27,10 @@ _STAGES = (
     (re.compile(r"init engine \("), "engine initialised"),
     (re.compile(r"KV cache size|Available KV cache memory"), "making the KV cache"),
     (re.compile(r"Capturing (?:CUDA|CPU) graph|Graph capturing"), "capturing graphs"),
-    (re.compile(r"torch\.compile|Compiling a graph"), "compiling"),
+    (
+        re.compile(r"Dynamo bytecode transform|Compiling a graph|torch\.compile (?:takes|took)"),
+        "compiling",
+    ),
     (re.compile(r"Loading drafter model"), "loading the drafter"),
     (re.compile(r"Model loading took|Loading weights took"), "weights loaded"),
     (re.compile(r"Starting to load model"), "opening the model"),

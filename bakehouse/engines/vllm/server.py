@@ -106,12 +106,6 @@ class Features(Asked):
     """Whether the recipe itself asks for the generic implementation of Transformers."""
 
 
-def container_env(recipe: Recipe) -> dict[str, str]:
-    """Give the environment of the server inside its container."""
-    own = recipe.container.env if recipe.container else {}
-    return {**ENVIRONMENT, **own, **recipe.serve.env, **OFFLINE}
-
-
 def refuse(argv: Sequence[str], recipe: Recipe, origin: Origin, lock: Lock | None = None) -> None:
     """Raise RecipeError, exit 2, for what Bakehouse sets itself and what nothing pins.
 

@@ -1,0 +1,115 @@
+"""How a server's container is made: pinned files read-only, one port, nothing that can do harm.
+
+Pure. The container sees exactly the files that are pinned, each mounted by itself: what else lies
+beside them on the host is no input of the server.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+
+from bakehouse.engines.engine import Engine
+from bakehouse.errors import UsageError
+from bakehouse.lock import Lock
+from bakehouse.ports.docker import OURS, ContainerSpec, Mount, Published
+from bakehouse.recipe.model import Recipe
+from bakehouse.recipe.variables import Paths, StandIn
+
+WEIGHTS = PurePosixPath("/weights")
+"""Where the pinned files of each role lie inside: `/weights/model` and so on."""
+ANY = "0.0.0.0"  # noqa: S104 - of the container alone; what the host publishes is another address
+SERVER = f"{OURS}.server"
+"""Label that names the server's folder on the host; its value is set with each launch."""
+RECIPE = f"{OURS}.recipe"
+NONCE = f"{OURS}.nonce"
+SOCKETS = ("docker.sock", "podman.sock", "containerd.sock", "crio.sock")
+HOLDS_SOCKETS = ("/", "/run", "/var", "/var/run", "/run/containerd", "/run/podman", "/run/user")
+
+
+def container_name(server: str) -> str:
+    """Give the container's name for a server's name; an instance's `@` is not allowed there."""
+    return f"bakehouse-{server.replace('@', '.')}"
+
+
+def inside(role: str, lock: Lock) -> StandIn:
+    """Give one role's weights as the server in its container sees them."""
+    base = WEIGHTS / role
+    files = tuple(str(base / pin.path) for pin in lock.weights[role].files)
+    loadable = [f for f in files if f.endswith((".gguf", ".safetensors"))]
+    first = min(loadable or files)
+    folder = os.path.commonpath([os.path.dirname(f) for f in files])
+    return StandIn(first, first if len(files) == 1 else folder, files)
+
+
+def weight_mounts(lock: Lock, weights: Mapping[str, Paths]) -> tuple[Mount, ...]:
+    """Mount each pinned file, read-only, where `inside` says that it is."""
+    return tuple(
+        Mount(source=source, target=target)
+        for role, paths in weights.items()
+        for source, target in zip(paths.files, inside(role, lock).files, strict=True)
+    )
+
+
+def plan_container(
+    recipe: Recipe,
+    engine: Engine,
+    image: str,
+    mounts: Sequence[Mount],
+    *,
+    folder: str,
+    host: str,
+    port: int,
+) -> ContainerSpec:
+    """Plan the container; its command, the run's labels and an API key come with the launch.
+
+    `folder` is what relative volumes are relative to. Raises UsageError for a volume that must not
+    be mounted.
+    """
+    wanted = recipe.container
+    own = volumes(wanted.volumes if wanted else (), folder)
+    return ContainerSpec(
+        image=image,
+        name=container_name(recipe.name),
+        env={**engine.environment, **(wanted.env if wanted else {}), **recipe.serve.env,
+             **engine.forced_environment},
+        labels={OURS: "server", RECIPE: recipe.name},
+        user=wanted.user if wanted else None,
+        gpus=wanted.gpus if wanted else None,
+        ipc=wanted.ipc if wanted else None,
+        shm_size=wanted.shm_size if wanted else None,
+        memory=wanted.memory if wanted else None,
+        mounts=(*mounts, *own),
+        publish=(Published(port=engine.inside_port, host=host, host_port=port),),
+    )  # fmt: skip
+
+
+def volumes(texts: Sequence[str], folder: str) -> tuple[Mount, ...]:
+    """Read `SOURCE:TARGET[:ro]`: a named volume, or a path of the host. Raises UsageError."""
+    return tuple(_volume(text, folder) for text in texts)
+
+
+def _volume(text: str, folder: str) -> Mount:
+    def bad(why: str, hint: str) -> UsageError:
+        return UsageError(f"container.volumes: '{text}' {why}", hint=hint, id="bad-volume")
+
+    parts = text.split(":")
+    mode = parts.pop() if len(parts) == 3 else "rw"
+    if len(parts) != 2 or mode not in ("ro", "rw") or not all(parts):
+        raise bad("is no volume", "write SOURCE:TARGET or SOURCE:TARGET:ro")
+    source, target = parts
+    inner = PurePosixPath(os.path.normpath(target))
+    if not target.startswith("/") or inner == PurePosixPath("/"):
+        raise bad("has no folder inside the container", "name one, such as /root/.cache/vllm")
+    if inner == WEIGHTS or WEIGHTS in inner.parents or inner in WEIGHTS.parents:
+        raise bad("lies over the pinned weights", f"{WEIGHTS} holds them; name another folder")
+    if "/" not in source and not source.startswith(("~", ".")):
+        return Mount(source=source, target=target, read_only=mode == "ro", volume=True)
+    path = os.path.abspath(os.path.join(folder, os.path.expanduser(source)))
+    if path in HOLDS_SOCKETS or os.path.basename(path) in SOCKETS:
+        raise bad(
+            "would hand the container the engine's own socket, and with it this machine",
+            "mount the one folder that the server needs",
+        )
+    return Mount(source=path, target=target, read_only=mode == "ro")

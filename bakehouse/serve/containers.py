@@ -1,0 +1,176 @@
+"""Containers of servers: made for a launch, found again by their labels, removed for certain.
+
+A container carries its server's folder in a label as a process carries it in its environment, so
+that one whose keeper is gone, or whose state file is, is found all the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bakehouse.errors import BakehouseError, HostError
+from bakehouse.plan.container import NONCE, SERVER, container_name
+from bakehouse.plan.types import ServePlan
+from bakehouse.ports.docker import ContainerFacts, Docker
+from bakehouse.ports.docker_engine import RealDocker
+from bakehouse.ports.docker_where import find_endpoint
+from bakehouse.serve.processes import tree
+
+ENGINE_VARIABLES = (
+    "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY",
+    "SSH_AUTH_SOCK",
+)  # fmt: skip
+"""What says which engine, handed on to the process that follows a container."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """One container of ours on one engine."""
+
+    docker: Docker
+    id: str
+    inside_port: int
+
+    def facts(self) -> ContainerFacts | None:
+        """How it stands; None where it is gone, or the engine is."""
+        try:
+            return self.docker.container(self.id)
+        except HostError:
+            return None
+
+    def port(self) -> int | None:
+        """The host's port that is published; None while it does not run."""
+        found = self.facts()
+        return found.ports.get(self.inside_port) if found and found.running else None
+
+    def pids(self) -> tuple[int, ...]:
+        """Its processes as this machine sees them; none where the engine runs elsewhere."""
+        found = self.facts()
+        if not found or not found.pid or not _is_in(found.pid, found.id):
+            return ()
+        return tree(found.pid)
+
+
+def _is_in(pid: int, container: str) -> bool:
+    """Whether a process of this machine is in that container: ids of another machine mislead."""
+    with suppress(OSError):
+        return container in Path(f"/proc/{pid}/cgroup").read_text() or _mounts(pid, container)
+    return False
+
+
+def _mounts(pid: int, container: str) -> bool:
+    """With cgroup v2 and a namespace of its own, only its mounts still name the container."""
+    with suppress(OSError):
+        return container in Path(f"/proc/{pid}/mountinfo").read_text()
+    return False
+
+
+def engine_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Give the variables that say which engine is meant."""
+    return {name: base[name] for name in ENGINE_VARIABLES if name in base}
+
+
+def engine_at(host: str | None) -> Docker:
+    """Give the engine that a server was started on: its address is on record."""
+    environment = dict(os.environ)
+    if host and find_endpoint_host(environment) != host:
+        environment["DOCKER_HOST"] = host
+    return RealDocker(environment)
+
+
+def find_endpoint_host(environment: Mapping[str, str]) -> str:
+    """Give the address of the engine that the environment means; empty where it is not clear."""
+    try:
+        return find_endpoint(environment).host
+    except BakehouseError:
+        return ""
+
+
+def make(
+    docker: Docker, plan: ServePlan, folder: Path, nonce: str, secret: tuple[str, str] | None
+) -> str:
+    """Make, and do not start, the container of one launch; give its id.
+
+    A leftover of the same server is removed first. `secret` is a variable and its value. Raises
+    HostError where the name is another's, or a file to mount is not there.
+    """
+    if plan.container is None:
+        raise ValueError("this server runs in no container")
+    name = container_name(folder.name)
+    _take_name(docker, name, folder)
+    command = plan.command(nonce)
+    mounts = []
+    for mount in plan.container.mounts:
+        # A cache of the Hugging Face Hub holds links; inside, they would lead nowhere.
+        source = mount.source if mount.volume else os.path.realpath(mount.source)
+        if not mount.volume and not mount.read_only:
+            Path(source).mkdir(parents=True, exist_ok=True)
+        if not mount.volume and not os.path.exists(source):
+            raise HostError(
+                f"what is to be mounted is not there: {source}", where=mount.target,
+                hint="the engine would make an empty folder of it", id="mount-missing",
+            )  # fmt: skip
+        mounts.append(mount.model_copy(update={"source": source}))
+    spec = plan.container.model_copy(
+        update={
+            "name": name,
+            "entrypoint": command[:1],
+            "argv": command[1:],
+            "mounts": tuple(mounts),
+            "labels": {**plan.container.labels, SERVER: str(folder), NONCE: nonce},
+            "env": {**plan.container.env, **dict([secret] if secret else [])},
+        }
+    )
+    return docker.create(spec)
+
+
+def _take_name(docker: Docker, name: str, folder: Path) -> None:
+    """Have the name free: our own leftover goes, anybody else's container stays."""
+    there = docker.container(name)
+    if there is None:
+        return
+    if there.labels.get(SERVER) == str(folder):
+        docker.remove(there.id)
+        return
+    whose = there.labels.get(SERVER)
+    raise HostError(
+        f"another container has the name {name}" + (f": that of {whose}" if whose else ""),
+        where=f"container {there.id[:12]}, {there.state}",
+        hint="see whose it is with 'docker ps --all', and remove it if nobody needs it",
+        id="name-in-use",
+    )
+
+
+def find(folder: Path, host: str | None, id: str | None = None) -> tuple[ContainerFacts, ...]:  # noqa: A002
+    """Give the containers of a server, by their label; none where the engine cannot be asked."""
+    with suppress(BakehouseError):
+        docker = engine_at(host)
+        found = {one.id: one for one in docker.containers({SERVER: str(folder)})}
+        return tuple(one for one in found.values() if id in (None, one.id))
+    return ()
+
+
+def folders_with(servers: Path) -> set[Path]:
+    """Give the server folders that labels of containers name, where an engine is at hand.
+
+    Nobody without an engine waits: where there is no socket, nothing is asked or imported.
+    """
+    where = find_endpoint_host(os.environ)
+    if where.startswith("unix://") and not os.path.exists(where.removeprefix("unix://")):
+        return set()
+    with suppress(BakehouseError):
+        found = engine_at(None).containers({SERVER: ""})
+        named = (Path(one.labels[SERVER]) for one in found)
+        return {folder for folder in named if folder.parent == servers}
+    return set()
+
+
+def remove(found: Iterable[ContainerFacts], host: str | None) -> None:
+    """Remove containers of ours, running or not."""
+    docker = engine_at(host)
+    for one in found:
+        docker.remove(one.id)
