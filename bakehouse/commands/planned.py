@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bakehouse.errors import UsageError
+from bakehouse.plan.container import described
 from bakehouse.plan.types import ARTIFACT_RECORD, BuildPlan, ImagePlan, ServePlan, Step
 from bakehouse.redact import clean
 
@@ -48,6 +49,8 @@ def serve_lines(plan: ServePlan) -> list[str]:
     lines = [
         f"serve {plan.name} at {plan.host}, port {plan.port or 'any that is free'}",
         *(f"    {name}={shlex.quote(value)}" for name, value in plan.env.items()),
+        *(["    in a container:"] if plan.container else []),
+        *(f"        {line}" for line in (described(plan.container) if plan.container else ())),
         *_command(plan.argv),
         *(f"    expect {text}" for text in plan.expects),
         f"    then the suites: {', '.join(plan.suites)}",

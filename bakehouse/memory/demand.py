@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from bakehouse.recipe.model import Recipe
 
-
 SHARE = 0.92
 """Of all memory, where a command names no share: vLLM 0.32's own default."""
 

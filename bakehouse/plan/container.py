@@ -7,6 +7,7 @@ beside them on the host is no input of the server.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
@@ -113,3 +114,19 @@ def _volume(text: str, folder: str) -> Mount:
             "mount the one folder that the server needs",
         )
     return Mount(source=path, target=target, read_only=mode == "ro")
+
+
+def described(spec: ContainerSpec) -> list[str]:
+    """Say what a container is given, as options of `docker run`; its command follows."""
+    said = [f"--name {spec.name}", "--restart no", "--entrypoint ''"]
+    said += [f"--gpus {spec.gpus}"] if spec.gpus else []
+    said += [f"--ipc {spec.ipc}"] if spec.ipc else []
+    said += [f"--shm-size {spec.shm_size}"] if spec.shm_size else []
+    said += [f"--memory {spec.memory}"] if spec.memory else []
+    said += [f"--user {spec.user}"] if spec.user else []
+    said += [f"--publish {p.host}:{p.host_port or ''}:{p.port}" for p in spec.publish]
+    said += [f"--env {shlex.quote(f'{name}={value}')}" for name, value in spec.env.items()]
+    for mount in spec.mounts:
+        mode = ":ro" if mount.read_only else ""
+        said.append(f"--volume {shlex.quote(f'{mount.source}:{mount.target}{mode}')}")
+    return [*said, spec.image]

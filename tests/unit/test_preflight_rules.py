@@ -280,7 +280,9 @@ def test_every_row_is_reached_by_some_situation_and_the_form_is_strict() -> None
         for m in matches(
             Situation(
                 **{
-                    **vars(every), "engine": engine, "toolkit": toolkit,
+                    **vars(every),
+                    "engine": engine,
+                    "toolkit": toolkit,
                     "environment": {"VLLM_USE_DEEP_GEMM": gemm},
                 }
             )

@@ -92,7 +92,7 @@ def spelling(argument: str) -> str:
 
 def read(argv: Sequence[str]) -> Command:
     """Read a command; never raises: what is wrong with it is for `refuse` to say."""
-    begin = 2 if argv[1:2] == ("serve",) or list(argv[1:2]) == ["serve"] else 1
+    begin = 2 if list(argv[1:2]) == ["serve"] else 1
     flags: dict[str, tuple[str, ...]] = {}
     alone: list[str] = []
     current: str | None = None

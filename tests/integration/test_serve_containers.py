@@ -1,0 +1,321 @@
+"""Servers in containers, through `serve`, `status`, `logs` and `stop`: all real but the engine.
+
+The stand-in for vLLM runs in a real container of a real Docker Engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from bakehouse import cli
+from bakehouse.places import Places
+from bakehouse.plan.container import SERVER
+from bakehouse.ports.docker import ContainerSpec
+from bakehouse.serve.control import folders, look, stop
+from bakehouse.serve.state import read
+from tests.support.docker_engine import Engine
+from tests.support.recipes import write_recipe
+from tests.support.vllm import fake_model, recipe_data
+
+pytestmark = [pytest.mark.integration, pytest.mark.docker]
+
+Answer = tuple[int, dict[str, Any], str]
+
+
+class House:
+    """A home of its own, and the tasks as a user calls them."""
+
+    def __init__(self, folder: Path, engine: Engine, image: str, capsys: Any) -> None:
+        self.folder = folder
+        self.engine = engine
+        self.docker = engine.port()
+        self.image = image
+        self.model = fake_model(folder / "model")
+        self.capsys = capsys
+
+    def write(self, name: str = "boxed", **over: Any) -> None:
+        write_recipe(self.folder, recipe_data(name, self.image, self.model, **over), name)
+
+    def call(self, task: str, name: str = "boxed", **options: Any) -> Answer:
+        code = cli.main(task, {"recipe": name, **options}, json=True, recipes=self.folder)
+        out = self.capsys.readouterr()
+        return code, json.loads(out.out), out.err
+
+    def serve(self, name: str = "boxed", **over: Any) -> Answer:
+        self.write(name, **over)
+        return self.call("serve", name)
+
+    def server(self, name: str = "boxed") -> Path:
+        return Places.from_environment().servers / name
+
+    def boxes(self) -> list[str]:
+        found = self.docker.containers({SERVER: ""})
+        return [c.id for c in found if c.labels[SERVER].startswith(str(self.folder))]
+
+
+@pytest.fixture
+def house(
+    tmp_path: Path, docker_engine: Engine, fake_vllm: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Iterator[House]:  # fmt: skip
+    monkeypatch.setenv("BAKEHOUSE_HOME", str(tmp_path / "home"))
+    for name, value in docker_engine.environment.items():
+        if name.startswith("DOCKER_"):
+            monkeypatch.setenv(name, value)
+    made = House(tmp_path, docker_engine, fake_vllm, capsys)
+    yield made
+    for folder in folders(Places.from_environment(), boxed=True):
+        stop(folder)
+    assert made.boxes() == []
+
+
+def checks(document: dict[str, Any]) -> dict[str, str]:
+    return {one["id"]: one["verdict"] for one in document["checks"]}
+
+
+def test_served_proven_looked_at_and_stopped(house: House) -> None:
+    code, document, _ = house.serve()
+
+    assert code == 0, document["error"]
+    assert set(checks(document).values()) == {"passed"}
+    assert {"alive", "port-owner", "nonce", "implementation", "cache-size"} <= set(checks(document))
+    url = document["result"]["url"]
+    assert url.startswith("http://127.0.0.1:")
+    box = house.docker.container("bakehouse-boxed")
+    assert box
+    assert box.labels[SERVER] == str(house.server())
+
+    code, again, _ = house.call("serve")
+    assert code == 0
+    assert again["result"]["again"] is True
+    code, status, _ = house.call("status")
+    assert [s["status"] for s in status["result"]["servers"]] == ["running"]
+    code, logs, _ = house.call("logs")
+    assert any("Application startup complete" in line for line in logs["result"]["lines"])
+    code, _, _ = house.call("stop")
+    assert code == 0
+    assert house.boxes() == []
+    with pytest.raises(requests.ConnectionError):
+        requests.get(f"{url}/health", timeout=2)
+
+
+def test_inside_the_pinned_files_are_read_only_and_nothing_is_privileged(house: House) -> None:
+    (house.model / "not-pinned.py").write_text("x")
+    house.write(weights={"model": {"path": str(house.model), "files": "[cmt]*"}})
+    code, document, _ = house.call("serve")
+    assert code == 0, document["error"]
+
+    told = json.loads(house.engine.cli("inspect", "bakehouse-boxed"))[0]
+    assert told["HostConfig"]["Privileged"] is False
+    assert told["HostConfig"]["RestartPolicy"]["Name"] == "no"
+    assert "HF_HUB_OFFLINE=1" in told["Config"]["Env"]
+    assert told["HostConfig"]["PortBindings"]["8000/tcp"][0]["HostIp"] == "127.0.0.1"
+    assert told["Config"]["Entrypoint"] == ["vllm"]
+    assert not any(m["RW"] for m in told["Mounts"])
+    seen = house.engine.cli("exec", "bakehouse-boxed", "ls", "/weights/model").split()
+    assert seen == ["config.json", "model.safetensors", "tokenizer_config.json"]
+
+
+@pytest.mark.parametrize(
+    ("container", "exit_", "what", "where"),
+    [
+        ({"env": {"FAKE": "exit"}}, 7, "exited by itself with 1", "No available memory"),
+        ({"env": {"FAKE": "memory"}, "memory": "64MiB"}, 7, "memory of its limit", "server.log"),
+        ({"env": {"FAKE": "fallback"}}, 7, "implementation", "Transformers"),
+        ({"env": {"FAKE": "no-nonce"}}, 7, "nonce", ""),
+        ({"env": {"FAKE": "write"}}, 7, "exited by itself with 1", "Read-only file system"),
+        ({"gpus": "all"}, 9, "no NVIDIA runtime", "container"),
+        ({"user": "nobody-of-that-name"}, 9, "user", "container"),
+    ],
+    ids=["exits", "out-of-memory", "fallback", "another-answers", "writes", "no-gpu", "no-user"],
+)
+def test_what_goes_wrong_is_told_apart_and_nothing_is_left(
+    house: House, container: dict[str, Any], exit_: int, what: str, where: str
+) -> None:
+    code, document, _ = house.serve(container=container)
+
+    error = document["error"]
+    assert (code, what in error["what"]) == (exit_, True), error
+    assert where in error["where"] + error["what"], error
+    assert house.boxes() == []
+    _, status, _ = house.call("status")
+    assert status["result"]["servers"][0]["status"] == "ended"
+
+
+def test_a_stall_is_named_with_what_was_being_loaded(house: House) -> None:
+    code, document, _ = house.serve(
+        container={"env": {"FAKE": "shards"}}, serve={"stall_timeout": "2s"}
+    )
+    assert code == 7
+    seen = next(c for c in document["checks"] if c["id"] == "loading")
+    assert "loading shards, 0 of 2" in seen["observed"]
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "a-strangers"])
+def test_a_name_in_use(house: House, ours: bool) -> None:
+    house.write()
+    labels = {SERVER: str(house.server())} if ours else {"who": "somebody"}
+    image = house.docker.image(house.image)
+    assert image
+    made = house.docker.create(
+        ContainerSpec(image=image.id, name="bakehouse-boxed", entrypoint=("sleep",),
+                      argv=("1000",), labels=labels)
+    )  # fmt: skip
+    try:
+        code, document, _ = house.call("serve")
+        if ours:
+            assert code == 0, document["error"]
+            assert house.docker.container(made) is None
+        else:
+            assert code == 9
+            assert document["error"]["id"] == "name-in-use"
+            assert house.docker.container(made)
+    finally:
+        house.docker.remove(made)
+
+
+def test_a_port_in_use_is_refused_before_anything_is_made(house: House) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        code, document, _ = house.serve(serve={"port": held.getsockname()[1]})
+    assert code == 9
+    assert document["error"]["id"] == "port-taken"
+    assert house.boxes() == []
+
+
+Break = Callable[[House, str], None]
+
+
+def die(house: House, url: str) -> None:
+    requests.get(f"{url}/die", timeout=5)
+
+
+def kill(house: House, url: str) -> None:
+    house.engine.cli("kill", "bakehouse-boxed")
+
+
+def remove(house: House, url: str) -> None:
+    house.engine.cli("rm", "--force", "bakehouse-boxed")
+
+
+def restart(house: House, url: str) -> None:
+    house.engine.cli("restart", "bakehouse-boxed")
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (die, "exited by itself with 3"),
+        (kill, "died of SIGKILL: somebody ended it"),
+        (remove, "removed by somebody else"),
+        (restart, "restarted by somebody else"),
+    ],
+)
+def test_the_end_of_a_running_one_is_told_apart(house: House, how: Break, says: str) -> None:
+    code, document, _ = house.serve()
+    assert code == 0, document["error"]
+    how(house, document["result"]["url"])
+
+    _until(lambda: look(house.server()).word == "ended")
+    _, status, _ = house.call("status")
+    assert says in status["result"]["servers"][0]["ended"]["says"]
+    assert house.boxes() == []
+
+
+def _until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_one_that_ignores_term_is_killed(house: House) -> None:
+    code, document, _ = house.serve(
+        container={"env": {"FAKE": "deaf"}}, serve={"stop_timeout": "1s"}
+    )
+    assert code == 0, document["error"]
+    began = time.monotonic()
+    code, _, _ = house.call("stop")
+    assert code == 0
+    assert time.monotonic() - began < 10
+    assert house.boxes() == []
+
+
+def test_a_killed_keeper_takes_its_container_along(house: House) -> None:
+    code, document, _ = house.serve()
+    assert code == 0, document["error"]
+    state = read(house.server())
+    assert state
+    assert state.keeper
+    state.keeper.send(signal.SIGKILL)
+    _until(lambda: house.boxes() == [])
+
+
+@pytest.mark.parametrize("trace", ["state", "no-state", "no-folder"])
+def test_after_a_crash_of_everything_it_is_found_and_removed(house: House, trace: str) -> None:
+    code, document, _ = house.serve()
+    assert code == 0, document["error"]
+    state = read(house.server())
+    assert state
+    assert state.keeper
+    assert state.server
+    os.kill(state.server.pid, signal.SIGSTOP)  # so that it cannot clean up
+    state.keeper.send(signal.SIGKILL)
+    state.server.send(signal.SIGKILL)
+    _until(lambda: not look(house.server()).processes)
+    if trace == "no-state":
+        (house.server() / "state.json").unlink()
+    if trace == "no-folder":
+        house.server().rename(house.folder / "moved")
+
+    assert house.boxes()
+    code = cli.main("status", {}, json=True, recipes=house.folder)
+    status = json.loads(house.capsys.readouterr().out)
+    (seen,) = status["result"]["servers"]
+    assert (seen["name"], seen["status"]) == ("boxed", "orphaned")
+    code, _, _ = house.call("stop")
+    assert code == 0
+    assert house.boxes() == []
+
+
+def test_a_leftover_is_replaced_by_the_next_serve(house: House) -> None:
+    code, document, _ = house.serve()
+    state = read(house.server())
+    assert state
+    assert state.keeper
+    assert state.server
+    os.kill(state.server.pid, signal.SIGSTOP)
+    state.keeper.send(signal.SIGKILL)
+    state.server.send(signal.SIGKILL)
+    _until(lambda: not look(house.server()).processes)
+    before = house.boxes()
+
+    code, document, _ = house.call("serve")
+    assert code == 0, document["error"]
+    assert len(house.boxes()) == 1
+    assert house.boxes() != before
+
+
+def test_the_api_key_is_in_no_argument_and_is_needed(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_KEY", "tell-nobody-7")
+    code, document, _ = house.serve(serve={"api_key": {"env": "SOME_KEY"}})
+    assert code == 0, document["error"]
+    assert checks(document)["key"] == "passed"
+    told = json.loads(house.engine.cli("inspect", "bakehouse-boxed"))[0]
+    assert "tell-nobody-7" not in json.dumps([told["Path"], told["Args"], told["Config"]["Cmd"]])
+    assert "tell-nobody-7" not in json.dumps(document)
+    state = (house.server() / "state.json").read_text()
+    assert "tell-nobody-7" not in state

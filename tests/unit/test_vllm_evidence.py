@@ -1,0 +1,122 @@
+"""What vLLM's endpoints and log say: real answers of a real server, and what is not like them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bakehouse.checks import Verdict
+from bakehouse.engines.engine import Answer, engine_of
+from bakehouse.engines.vllm import evidence
+from bakehouse.engines.vllm.server import Features
+from bakehouse.signatures import scan
+
+DATA = Path(__file__).resolve().parents[1] / "data" / "vllm"
+LOG = (DATA / "cpu-ngram-ready.log").read_text().splitlines()
+METRICS = (DATA / "metrics.txt").read_text()
+MODELS = {
+    "data": [
+        {"id": "small", "root": "/weights/model", "max_model_len": 2048},
+        {"id": "~bakehouse-abcd", "root": "/weights/model", "max_model_len": 2048},
+    ]
+}
+VERSION = {"version": "0.32.0"}
+ALL = Features(
+    name="small", model_path="/weights/model", context=2048, speculation="ngram", draft_tokens=4,
+    version="0.32.0+cu130", dtype="float32",
+)  # fmt: skip
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+def judged(asked: Features = ALL, **changed: Any) -> dict[str, Verdict]:
+    seen = {"models": MODELS, "version": VERSION, "metrics": METRICS, "log": LOG, **changed}
+    return {c.id: c.verdict for c in evidence.judge(asked, **seen)}
+
+
+def test_a_real_server_passes_each_check() -> None:
+    seen = judged()
+    assert set(seen) == {
+        "model-name", "model-path", "implementation", "version", "context", "cache-size", "dtype",
+        "speculation",
+    }  # fmt: skip
+    assert set(seen.values()) == {Verdict.PASSED}
+
+
+def changed_log(old: str, new: str) -> list[str]:
+    assert any(old in line for line in LOG)
+    return [line.replace(old, new) for line in LOG]
+
+
+@pytest.mark.parametrize(
+    ("changed", "id_", "verdict"),
+    [
+        ({"models": {"data": [{"id": "other"}]}}, "model-name", "failed"),
+        ({"models": {}}, "model-name", "unknown"),
+        ({"models": {"data": [{"id": "small", "root": "/else"}]}}, "model-path", "failed"),
+        ({"models": {"data": [{"id": "small", "max_model_len": 1024}]}}, "context", "failed"),
+        ({"models": {"data": [{"id": "small", "max_model_len": True}]}}, "context", "unknown"),
+        ({"version": {"version": "0.31.0"}}, "version", "failed"),
+        ({"version": None}, "version", "unknown"),
+        ({"metrics": ""}, "speculation", "failed"),
+        ({"log": []}, "implementation", "unknown"),
+        ({"log": []}, "dtype", "unknown"),
+        ({"log": []}, "speculation", "unknown"),
+        ({"log": changed_log("size: 23,296", "size: 1,024")}, "cache-size", "failed"),
+        ({"log": changed_log("LlamaForCausalLM", "TransformersForCausalLM")}, "implementation",
+         "failed"),
+        ({"log": changed_log("dtype=torch.float32", "dtype=torch.bfloat16")}, "dtype", "failed"),
+        ({"log": changed_log("method='ngram'", "method='eagle3'")}, "speculation", "failed"),
+        ({"log": changed_log("num_spec_tokens=4", "num_spec_tokens=40")}, "speculation", "failed"),
+        ({"log": changed_log("SpeculativeConfig(method='ngram', model=None, num_spec_tokens=4)",
+                             "None")}, "speculation", "failed"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_or_other_does_not_pass(
+    changed: dict[str, Any], id_: str, verdict: str
+) -> None:
+    assert judged(**changed)[id_] == verdict
+
+
+def test_speculation_that_nobody_asked_for_is_seen() -> None:
+    none = ALL.model_copy(update={"speculation": None, "draft_tokens": None})
+    assert judged(none)["speculation"] == "failed"
+
+
+@given(models=json_values, version=json_values, metrics=st.text(max_size=40))
+def test_no_answer_breaks_the_judge_and_nothing_passes_by_accident(
+    models: Any, version: Any, metrics: str
+) -> None:
+    seen = judged(models=models, version=version, metrics=metrics, log=[])
+    assert Verdict.PASSED not in seen.values()
+
+
+def test_settings_are_read_at_the_top_level_only() -> None:
+    line, found = evidence.settled(LOG)
+    assert line > 1
+    assert found["version"] == "0.32.0"
+    assert found["max_seq_len"] == "2048"
+    assert found["kv_cache_dtype"] == "auto"
+    assert "reasoning_parser" not in found
+
+
+def test_stages_and_health() -> None:
+    said = [s for line in LOG if (s := evidence.stage(line))]
+    assert "loading shards, 2 of 3" in said
+    assert said[-1] == "started"
+    engine = engine_of("vllm")
+    assert engine.healthy(Answer(200, None, ""))
+    assert not engine.healthy(Answer(503, None, ""))
+    assert not engine.healthy(Answer(0, None, "connection refused"))
+
+
+def test_a_good_log_shows_nothing_bad() -> None:
+    assert not [finding for finding in scan(LOG, engine="vllm") if finding.bad]

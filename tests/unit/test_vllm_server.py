@@ -1,0 +1,185 @@
+"""A `vllm serve` command: how it is read, what it must not hold, what is added, what is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bakehouse.engines.vllm import flags, server
+from bakehouse.errors import RecipeError, UsageError
+from bakehouse.lock import FilePin, Lock, WeightPin
+from bakehouse.plan.container import inside, volumes, weight_mounts
+from bakehouse.recipe.faults import Origin
+from bakehouse.recipe.model import Recipe
+from tests.support.serving import Files
+
+PLACE = Origin("recipes/x.yaml", 9, 5)
+GOOD = ("vllm", "serve", "/weights/model", "--max-model-len", "2k")
+DRAFTER = '{"method": "dflash", "model": "/weights/drafter", "num_speculative_tokens": 15}'
+
+
+def recipe(**over: Any) -> Recipe:
+    data = {
+        "schema": 1, "name": "r", "engine": "vllm", "image": {"ref": {"x86_64": "a/b:1"}},
+        "weights": {"model": {"path": "m"}}, "serve": {"command": "vllm serve"}, **over,
+    }  # fmt: skip
+    return Recipe.model_validate(data)
+
+
+def lock(*paths: str) -> Lock:
+    pins = tuple(FilePin(path=path, size=1, sha256="0" * 64) for path in paths)
+    weights = {"model": WeightPin(origin="m/", files=pins)}
+    return Lock(recipe="r", engine="vllm", wants="", weights=weights)
+
+
+def faults(*argv: str, made: Recipe | None = None, pins: Lock | None = None) -> str:
+    try:
+        server.refuse(argv, made or recipe(), PLACE, pins)
+    except RecipeError as error:
+        return "\n".join(str(fault) for fault in error.faults)
+    return ""
+
+
+def test_a_command_is_read_as_the_engine_reads_it() -> None:
+    read = flags.read(
+        ("vllm", "serve", "/weights/model", "--max_model_len=32k", "-tp", "2", "--enforce-eager",
+         "--max-num-seqs", "4", "--max-num-seqs", "8", "--speculative-config.method", "ngram",
+         "--spec-tokens", "4", "--reasoning-parser", "a", "--tool-call-parser=b")
+    )  # fmt: skip
+    assert read.program == ("vllm", "serve")
+    assert read.model == "/weights/model"
+    assert read.number("--max-model-len") == 32_000
+    assert read.number("--tensor-parallel-size") == 2
+    assert read.number("--max-num-seqs") == 8
+    assert (read.method, read.draft_tokens, read.drafter) == ("ngram", 4, None)
+    assert read.parsers == {"reasoning": "a", "tool": "b"}
+    assert "--enforce-eager" in read.flags
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "1", '"ngram"', "null"])
+def test_speculation_that_is_no_object_is_said(text: str) -> None:
+    assert "--speculative-config: it is no JSON" in faults(*GOOD, "--speculative-config", text)
+
+
+@given(st.lists(st.text(max_size=12), max_size=8))
+def test_no_command_breaks_the_reader(words: list[str]) -> None:
+    flags.read(("vllm", *words))
+    faults("vllm", *words)
+
+
+@pytest.mark.parametrize("flag", sorted(server.OWNED))
+def test_what_bakehouse_sets_is_refused_in_any_spelling(flag: str) -> None:
+    assert f"must not hold {flag}" in faults(*GOOD, flag, "1")
+    assert f"must not hold {flag}" in faults(*GOOD, f"--{flag[2:].replace('-', '_')}=1")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("serve", "/weights/model"), "not with 'vllm serve'"),
+        (("vllm", "serve", "vllm", "serve", "/weights/model"), "which nothing pins"),
+        (("python3", "-m", "vllm.entrypoints.openai.api_server"), "not with 'vllm serve'"),
+        (("vllm", "serve", "--max-model-len", "1"), "names no model"),
+        (("vllm", "serve", "org/name"), "serves 'org/name', which nothing pins"),
+        (("vllm", "serve", "/weights/model/../../etc"), "which nothing pins"),
+        ((*GOOD, "--tokenizer", "org/other"), "--tokenizer names 'org/other'"),
+        ((*GOOD, "--load-format", "dummy"), "random numbers"),
+        ((*GOOD, "--load-format", "pt"), "unpickles"),
+        ((*GOOD, "--speculative-config", '{"num_speculative_tokens": 4}'), "names no method"),
+        ((*GOOD, "--speculative-config", '{"method": "ngram"}'), "serve.speculation is not set"),
+    ],
+)
+def test_what_cannot_be_served_as_it_stands(argv: tuple[str, ...], said: str) -> None:
+    assert said in faults(*argv)
+
+
+def test_a_drafter_that_would_be_fetched_inside_is_refused() -> None:
+    wanted = recipe(serve={"command": "vllm serve", "speculation": "dflash"})
+    named = DRAFTER.replace("/weights/drafter", "org/name-assistant")
+    assert "would be fetched inside" in faults(*GOOD, "--speculative-config", named, made=wanted)
+
+
+def test_a_drafter_that_drafts_nothing_is_refused() -> None:
+    wanted = recipe(weights={"model": {"path": "m"}, "drafter": {"path": "d"}})
+    assert "drafts with nothing" in faults(*GOOD, made=wanted)
+
+
+def test_a_drafter_of_the_lock_is_taken() -> None:
+    wanted = recipe(
+        weights={"model": {"path": "m"}, "drafter": {"path": "d"}},
+        serve={"command": "vllm serve", "speculation": "dflash"},
+    )
+    assert faults(*GOOD, "--speculative-config", DRAFTER, made=wanted) == ""
+
+
+@pytest.mark.parametrize("name", sorted(server.REFUSED_ENVIRONMENT))
+def test_variables_that_take_the_place_of_a_flag_or_a_token(name: str) -> None:
+    assert name in faults(*GOOD, made=recipe(container={"env": {name: "1"}}))
+
+
+def test_nothing_is_fetched_inside() -> None:
+    bad = recipe(container={"env": {"HF_HUB_OFFLINE": "0"}})
+    assert "sets HF_HUB_OFFLINE to 0" in faults(*GOOD, made=bad)
+
+
+def test_remote_code_only_where_it_is_pinned() -> None:
+    code = (*GOOD, "--trust-remote-code")
+    assert "pins none of it" in faults(*code, pins=lock("model.safetensors"))
+    assert faults(*code, pins=lock("model.safetensors", "modeling.py")) == ""
+    assert faults(*code) == ""  # without a lock nothing can be said yet
+
+
+@pytest.mark.parametrize("path", ["pytorch_model.bin", "a/x.pt", "training_args.pkl"])
+def test_no_pickles(path: str) -> None:
+    assert "Python unpickles" in faults(*GOOD, pins=lock("model.safetensors", path))
+
+
+def test_what_is_added_and_what_is_asked() -> None:
+    added, late = server.additions(recipe())
+    assert added[late] == "~bakehouse-{nonce}"
+    asked = server.features(recipe(), lock("m"), (*GOOD, *added), "/weights/model")
+    assert (asked.name, asked.context, asked.speculation) == ("r", 2000, None)
+    said = "\n".join(server.expectations(asked))
+    assert "max_model_len 2000" in said
+
+
+def test_each_pinned_file_is_mounted_by_itself() -> None:
+    pins = lock(
+        "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    )
+    here = tuple(f"/home/u/m/{pin.path}" for pin in pins.weights["model"].files)
+    mounts = weight_mounts(pins, {"model": Files(here[1], "/home/u/m", here)})
+    assert [m.target for m in mounts] == [f"/weights/model/{p.path}" for p in
+                                          pins.weights["model"].files]  # fmt: skip
+    assert all(m.read_only for m in mounts)
+    seen = inside("model", pins)
+    assert (seen.path, seen.first) == (
+        "/weights/model", "/weights/model/model-00001-of-00002.safetensors",
+    )  # fmt: skip
+    assert inside("model", lock("x.gguf")).path == "/weights/model/x.gguf"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/var/run/docker.sock:/var/run/docker.sock", "/run:/host", "/:/host", "/var/run/../run:/x",
+        "cache:/weights/model", "cache:/weights", "cache:/", "cache", "a:b:c:d", "cache:x",
+        "cache:/x:rx", "~/../../run/docker.sock:/s",
+    ],
+)  # fmt: skip
+def test_volumes_that_must_not_be(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/u")
+    with pytest.raises(UsageError):
+        volumes((text,), "/home/u/recipes")
+
+
+def test_volumes_that_may_be() -> None:
+    named, kept, own = volumes(
+        ("vllm-cache:/root/.cache", "../c:/c:ro", "/data/x:/x"), "/r/recipes"
+    )
+    assert (named.volume, named.read_only, named.source) == (True, False, "vllm-cache")
+    assert (kept.volume, kept.read_only, kept.source) == (False, True, "/r/c")
+    assert (own.source, own.target, own.read_only) == ("/data/x", "/x", False)
