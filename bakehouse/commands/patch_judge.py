@@ -22,6 +22,7 @@ from bakehouse.patches.judge import Judged, judge, slower
 from bakehouse.patches.manifest import Expect
 from bakehouse.patches.measure import Measure, Read, Wants, longer, read_log, side, wants
 from bakehouse.patches.tell import evidence, lines
+from bakehouse.plan.types import ImagePlan
 from bakehouse.recipe.load import Loaded
 from bakehouse.records.store import Run
 from bakehouse.serve.control import stop
@@ -215,7 +216,9 @@ class _Server:
 
     def _read(self, wanted: serve.Wanted, log: Path) -> Read:
         engine = wanted.recipe.engine
-        own = (str(wanted.folder), wanted.build.artifact, wanted.build.digest, wanted.lock.stamp)
+        built = wanted.build
+        made = built.image if isinstance(built, ImagePlan) else built.artifact
+        own = (str(wanted.folder), made, built.digest, wanted.lock.stamp)
         asked_for = engine_of(engine).asked_for(wanted.asked)
         return read_log(log, engine, self._what.patterns, own, asked_for)
 
