@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bakehouse.checkpoints.gguf import Array
-from bakehouse.checkpoints.shape import Layer, LayerKind, ModelShape
+from bakehouse.checkpoints.shape import Layer, LayerKind, ModelShape, Vision
 from bakehouse.errors import CheckpointError
 
 MAX_LAYERS = 4096
@@ -114,7 +114,20 @@ def gguf_shape(metadata: dict[str, Any], where: str) -> ModelShape:
         experts_used=keys.number("expert_used_count"),
         experts_shared=keys.number("expert_shared_count"),
         vision=bool(metadata.get("clip.has_vision_encoder")),
+        pictures=_vision(metadata, where) if metadata.get("clip.has_vision_encoder") else None,
         assumptions=tuple(assumptions),
+    )
+
+
+def _vision(metadata: dict[str, Any], where: str) -> Vision:
+    """What a projector's file says of the encoder in it."""
+    keys = _Keys(metadata, "clip.vision", where)
+    return Vision(
+        layers=keys.number("block_count"),
+        width=keys.number("embedding_length"),
+        image=keys.number("image_size"),
+        patch=keys.number("patch_size"),
+        projected=keys.number("projection_dim"),
     )
 
 

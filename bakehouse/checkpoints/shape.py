@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 
@@ -28,6 +28,20 @@ class Layer:
     """Keys of a sparse-attention indexer."""
     state: int = 0
     """Elements of recurrent state for each sequence, whatever the context is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """What looks at pictures; 0 for what is not declared."""
+
+    layers: int = 0
+    width: int = 0
+    image: int = 0
+    """Pixels of a picture's side."""
+    patch: int = 0
+    """Pixels of a patch's side."""
+    projected: int = 0
+    """Width of what it hands to the language model."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,7 @@ class ModelShape:
     experts_used: int = 0
     experts_shared: int = 0
     vision: bool = False
+    pictures: Vision | None = None
     assumptions: tuple[str, ...] = ()
     """What the file does not say and was filled in, on the side of more memory."""
 
@@ -90,5 +105,6 @@ class ModelShape:
             "experts_used": self.experts_used,
             "experts_shared": self.experts_shared,
             "vision": self.vision,
+            "pictures": asdict(self.pictures) if self.pictures else None,
             "assumptions": list(self.assumptions),
         }

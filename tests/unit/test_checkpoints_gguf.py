@@ -19,9 +19,11 @@ from bakehouse.checkpoints import gguf as gguf_module
 from bakehouse.checkpoints.files import join_gguf, read_path, read_paths
 from bakehouse.checkpoints.gguf import Array, read_gguf
 from bakehouse.checkpoints.reader import BytesSource, FileSource
+from bakehouse.checkpoints.shape import Layer, LayerKind, Vision
 from bakehouse.checkpoints.tensors import GGML_TYPES
 from bakehouse.errors import CheckpointError, NotFound
 from tests.support.checkpoints import explained, f32, gguf_bytes, llama_metadata, text, write
+from tests.support.projector import PATCH, PIXELS, TEXT, WIDTH, write_projector
 
 
 def read(data: bytes, name: str = "m.gguf", chunk: int = 64) -> object:
@@ -88,6 +90,68 @@ def test_a_file_of_the_gguf_package_is_read_as_the_package_reads_it(tmp_path: Pa
     assert [layer.keys for layer in checkpoint.shape.layers] == [32, 16]
     expert_bytes = 8 * 16 * 64 * 4
     assert checkpoint.bytes_per_token == expert_bytes * 2 // 8 + 128
+
+
+def test_a_hybrid_mixture_of_experts_with_mtp_as_the_gguf_package_writes_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "hybrid.gguf"
+    writer = gguf.GGUFWriter(path, "qwen3next")
+    writer.add_block_count(9)
+    writer.add_nextn_predict_layers(1)
+    writer.add_context_length(262_144)
+    writer.add_embedding_length(512)
+    writer.add_feed_forward_length(1024)
+    writer.add_head_count(16)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(256)
+    writer.add_value_length(128)
+    writer.add_expert_count(512)
+    writer.add_expert_used_count(10)
+    writer.add_expert_shared_count(1)
+    writer.add_expert_feed_forward_length(256)
+    writer.add_ssm_conv_kernel(4)
+    writer.add_ssm_inner_size(1024)
+    writer.add_ssm_state_size(128)
+    writer.add_ssm_group_count(4)
+    writer.add_token_list(["a"] * 1000)
+    kinds = gguf.GGMLQuantizationType
+    types = {"blk.0.ffn_up_exps.weight": kinds.Q4_K, "blk.3.attn_q.weight": kinds.Q6_K,
+             "blk.8.nextn.eh_proj.weight": kinds.IQ3_XXS, "output.weight": kinds.Q8_0,
+             "output_norm.weight": kinds.F32}  # fmt: skip
+    for name, kind in types.items():
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        rows = 1 if kind is kinds.F32 else 4
+        width = 512 // block * size
+        data = np.zeros((rows, width), np.uint8).view(np.float32 if rows == 1 else np.uint8)
+        writer.add_tensor(name, data, raw_dtype=None if rows == 1 else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint = read_path(path)
+    assert {t.name: t.type for t in checkpoint.tensors} == {n: k.name for n, k in types.items()}
+    assert checkpoint.parameters == 4 * 4 * 512 + 512
+    shape = checkpoint.shape
+    state = 3 * (1024 + 2 * 4 * 128) + 128 * 1024
+    recurrent = Layer(LayerKind.RECURRENT, state=state)
+    full = Layer(LayerKind.FULL, keys=512, values=256)
+    assert shape.layers == (recurrent, recurrent, recurrent, full) * 2
+    assert shape.mtp == (full,)
+    said = shape.to_data()
+    assert {k: said[k] for k in ("architecture", "layers", "mtp_layers", "heads", "kv_heads")} == {
+        "architecture": "qwen3next", "layers": 8, "mtp_layers": 1, "heads": 16, "kv_heads": 2,
+    }  # fmt: skip
+    assert (shape.key_length, shape.value_length, shape.embedding) == (256, 128, 512)
+    assert (shape.experts, shape.experts_used, shape.experts_shared) == (512, 10, 1)
+    assert (shape.context_limit, shape.vocabulary, shape.feed_forward) == (262_144, 1000, 2560)
+    assert not shape.assumptions
+
+
+def test_a_projector_says_what_its_encoder_is(tmp_path: Path) -> None:
+    shape = read_path(write_projector(tmp_path / "mmproj.gguf")).shape
+    assert shape.vision
+    assert shape.pictures == Vision(1, WIDTH, PIXELS, PATCH, TEXT)
 
 
 @pytest.mark.engine

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bakehouse.checkpoints.files import read_path
 from bakehouse.checkpoints.gguf_shape import gguf_shape
 from bakehouse.checkpoints.hf_shape import hf_shape, parse_config
-from bakehouse.checkpoints.shape import Layer, LayerKind
+from bakehouse.checkpoints.shape import Layer, LayerKind, Vision
 from bakehouse.errors import CheckpointError
 from tests.support.checkpoints import explained, llama_metadata, safetensors_bytes, write
 
@@ -137,7 +137,7 @@ def test_any_metadata_gives_a_value_or_a_clear_error(
     explained(lambda: gguf_shape({"general.architecture": architecture, **metadata}, "m.gguf"))
 
 
-GLM_CONFIG = {
+GLM_CONFIG: dict[str, Any] = {
     "architectures": ["Glm5NextForConditionalGeneration"],
     "model_type": "glm5_next",
     "vision_config": {"depth": 24},
@@ -163,6 +163,118 @@ def test_a_config_with_text_vision_hybrid_layers_and_mtp() -> None:
     assert any("recurrent state" in a for a in shape.assumptions)
 
 
+def test_glm_5_3_flash_as_transformers_writes_it() -> None:
+    text = {
+        **GLM_CONFIG["text_config"], "head_dim": 0, "linear_head_dim": 128, "linear_num_heads": 64,
+        "linear_conv_kernel_dim": 4, "moe_intermediate_size": 1536,
+    }  # fmt: skip
+    vision = {"depth": 24, "hidden_size": 1024, "image_size": 336, "patch_size": [14, 14],
+              "out_hidden_size": 1536}  # fmt: skip
+    shape = hf_shape({**GLM_CONFIG, "text_config": text, "vision_config": vision}, "config.json")
+    state = 3 * 3 * 64 * 128 + 64 * 128 * 128
+    assert shape.layers[0] == Layer(LayerKind.RECURRENT, state=state)
+    assert (shape.count(LayerKind.RECURRENT), shape.assumptions) == (34, ())
+    assert (shape.key_length, shape.feed_forward) == (128, 1536 * 8)
+    assert shape.pictures == Vision(24, 1024, 336, 14, 1536)
+
+
+PLAIN = {"num_hidden_layers": 8, "hidden_size": 64, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 100}  # fmt: skip
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_d_state": 16, "mamba_expand": 2,
+          "mamba_n_groups": 1, "mamba_d_conv": 4}  # fmt: skip
+IN_MAMBA2 = 3 * (128 + 2 * 16) + 128 * 16
+WINDOW = {"sliding_window": 128}
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds", "state"),
+    [
+        ({}, "FFFFFFFF", 0),
+        ({"layer_types": ["full_attention", "linear_attention"] * 4, "linear_num_value_heads": 4,
+          "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+          "linear_conv_kernel_dim": 4}, "FRFRFRFR", 3 * (2 * 2 * 16 + 4 * 8) + 4 * 16 * 8),
+        ({"full_attention_interval": 4, "linear_num_value_heads": 1, "linear_value_head_dim": 1,
+          "linear_key_head_dim": 1}, "RRRFRRRF", 1),
+        ({"hybrid_override_pattern": "M-M*E-M*", "mamba_num_heads": 8, "mamba_head_dim": 16,
+          "ssm_state_size": 32, "n_groups": 2, "conv_kernel": 4},
+         "RNRFNNRF", 3 * (128 + 2 * 2 * 32) + 128 * 32),
+        ({"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2,
+          "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 32, "n_groups": 2,
+          "conv_kernel": 4, "num_hidden_layers": None},
+         "RNFNRNFN", 3 * (128 + 2 * 2 * 32) + 128 * 32),
+        ({"attn_layer_period": 4, "attn_layer_offset": 1, "mamba_d_state": 16, "mamba_d_conv": 4,
+          "mamba_expand": 2}, "RFRRRFRR", 3 * 128 + 128 * 16),
+        ({"attn_layer_indices": [2, 5], **MAMBA2}, "RRFRRFRR", IN_MAMBA2),
+        ({"layer_types": ["mamba"] * 7 + ["attention"], **MAMBA2}, "RRRRRRRF", IN_MAMBA2),
+        ({"model_type": "falcon_h1", **MAMBA2, "mamba_d_ssm": 96}, "FFFFFFFF",
+         3 * (96 + 2 * 16) + 96 * 16),
+        ({"layer_types": ["conv", "conv", "full_attention", "conv"] * 2, "conv_L_cache": 3},
+         "RRFRRRFR", 128),
+        ({"full_attn_idxs": [2, 6], "conv_L_cache": 3}, "RRFRRRFR", 128),
+        ({"attn_type_list": [0, 0, 0, 1] * 2, "head_dim": 32}, "RRRFRRRF", 4 * 32 * 32),
+        ({"linear_attn_config": {"kda_layers": [1, 2, 3, 5, 6, 7], "full_attn_layers": [4, 8],
+                                 "head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4}},
+         "RRRFRRRF", 3 * 3 * 64 + 4 * 256),
+        ({"model_type": "mamba", "state_size": 16, "conv_kernel": 4, "expand": 2}, "RRRRRRRR",
+         3 * 128 + 128 * 16),
+        ({"block_types": ["recurrent", "recurrent", "attention"]}, "RRFRRFRR", 0),
+        ({**WINDOW, "sliding_window_pattern": 4}, "SSSFSSSF", 0),
+        ({**WINDOW, "model_type": "gemma3_text"}, "SSSSSFSS", 0),
+        ({**WINDOW, "model_type": "gpt_oss"}, "SFSFSFSF", 0),
+        ({**WINDOW, "model_type": "mistral"}, "SSSSSSSS", 0),
+        ({"model_type": "mistral", "sliding_window": None}, "FFFFFFFF", 0),
+        ({**WINDOW, "use_sliding_window": False}, "FFFFFFFF", 0),
+        ({**WINDOW, "use_sliding_window": True, "max_window_layers": 6}, "FFFFFFSS", 0),
+        ({"attention_chunk_size": 512, "no_rope_layers": [1, 1, 1, 0] * 2}, "SSSFSSSF", 0),
+        ({"attention_chunk_size": 512}, "SSSFSSSF", 0),
+        ({**WINDOW, "model_type": "gemma3n_text", "num_kv_shared_layers": 3}, "SSSSFNNN", 0),
+        ({"block_configs": [{"attention": {"no_op": i % 2 == 1}} for i in range(8)]},
+         "FNFNFNFN", 0),
+        ({"kv_lora_rank": 32, "qk_rope_head_dim": 8}, "LLLLLLLL", 0),
+    ],
+)  # fmt: skip
+def test_layers_as_each_family_says_it(config: dict[str, Any], kinds: str, state: int) -> None:
+    shape = hf_shape({**PLAIN, **config}, "config.json")
+    letters = {LayerKind.FULL: "F", LayerKind.SLIDING: "S", LayerKind.RECURRENT: "R",
+               LayerKind.LATENT: "L", LayerKind.NONE: "N"}  # fmt: skip
+    assert "".join(letters[layer.kind] for layer in shape.layers) == kinds
+    assert max(layer.state for layer in shape.layers) == state
+    assert bool(shape.assumptions) == ("R" in kinds and not state)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"sliding_window": 128},
+        {"mamba_d_state": 16, "mamba_expand": 2},
+        {"linear_num_value_heads": 4, "linear_value_head_dim": 8, "linear_key_head_dim": 8},
+    ],
+)
+def test_what_a_config_leaves_open_counts_in_full_and_is_said(config: dict[str, Any]) -> None:
+    shape = hf_shape({**PLAIN, **config}, "config.json")
+    assert shape.count(LayerKind.FULL) == 8
+    assert any("all are counted as full" in a for a in shape.assumptions)
+
+
+def test_full_layers_with_heads_of_their_own() -> None:
+    shape = hf_shape(
+        {**PLAIN, **WINDOW, "model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32,
+         "num_global_key_value_heads": 1}, "config.json",
+    )  # fmt: skip
+    assert shape.layers[0] == Layer(LayerKind.SLIDING, keys=32, values=32)
+    assert shape.layers[5] == Layer(LayerKind.FULL, keys=32, values=32)
+    groups = [{"attention": {"n_heads_in_group": n}} for n in (1, 2, 4, 1, 1, 1, 1, 1)]
+    nas = hf_shape({**PLAIN, "block_configs": groups}, "config.json")
+    assert [layer.keys for layer in nas.layers[:3]] == [64, 32, 16]
+
+
+def test_widths_written_for_each_layer_count_by_the_largest() -> None:
+    text = {**PLAIN, "intermediate_size": [128, 256] * 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": [96, 32], "num_experts": 8}  # fmt: skip
+    shape = hf_shape({"thinker_config": {"text_config": text}}, "config.json")
+    assert (len(shape.layers), shape.feed_forward, shape.experts) == (8, 256, 8)
+
+
 def test_a_plain_config_and_a_sliding_one() -> None:
     plain = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 100}  # fmt: skip
@@ -180,7 +292,34 @@ def test_a_config_that_is_none(raw: bytes) -> None:
 
 @given(
     st.dictionaries(
-        st.sampled_from([*GLM_CONFIG["text_config"], *GLM_CONFIG, "sliding_window", "head_dim"]),
+        st.sampled_from(
+            [
+                *GLM_CONFIG["text_config"],
+                *GLM_CONFIG,
+                "sliding_window",
+                "head_dim",
+                *MAMBA2,
+                "hybrid_override_pattern",
+                "attn_type_list",
+                "block_configs",
+                "linear_attn_config",
+                "attn_layer_period",
+                "attn_layer_offset",
+                "attn_layer_indices",
+                "block_types",
+                "sliding_window_pattern",
+                "attention_chunk_size",
+                "no_rope_layers",
+                "image_size",
+                "num_kv_shared_layers",
+                "global_head_dim",
+                "thinker_config",
+                "intermediate_size",
+                "full_attention_interval",
+                "no_rope_layer_interval",
+                "linear_num_value_heads",
+            ]
+        ),
         VALUES | st.none() | st.lists(VALUES) | st.dictionaries(st.text(max_size=3), VALUES),
     )
 )
