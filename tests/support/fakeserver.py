@@ -61,7 +61,25 @@ DRAFT_LOST = (
 """As logged by a server with --spec-type draft-mtp at each image request."""
 
 
-COUNTED = {"metrics": 0}
+COUNTED = {"metrics": 0, "posts": 0}
+
+
+def timings() -> dict[str, Any]:
+    """What an engine tells of an answer: `rate=TOK/S`, give or take 2%, and `drafts=MADE:KEPT`."""
+    rate = float(FAULTS["rate"]) * (1.0, 1.02, 0.98)[COUNTED["posts"] % 3]
+    made, _, kept = FAULTS.get("drafts", "").partition(":")
+    drafts = {"draft_n": int(made), "draft_n_accepted": int(kept)} if made else {}
+    return {"predicted_n": 60, "predicted_ms": 60_000 / rate, **drafts}
+
+
+def count_post() -> None:
+    """Log a line for each request (`grumbles=LINE`), and die at the nth (`dies-at=N`)."""
+    COUNTED["posts"] += 1
+    if "grumbles" in FAULTS:
+        log(f"0.00.001.{COUNTED['posts']:03d} E {FAULTS['grumbles']}")
+    if COUNTED["posts"] == int(FAULTS.get("dies-at") or 0):
+        log("0.00.002.000 E GGML_ASSERT(all is well) failed")
+        os._exit(134)
 
 
 def metrics() -> str:
@@ -107,6 +125,7 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
         if KEYS and self.headers.get("Authorization") not in KEYS:
             return self.answer(401, {"error": {"message": "Invalid API Key", "code": 401}})
+        count_post()
         if "hangs" in FAULTS:
             time.sleep(600)
         if "broken" in FAULTS:
@@ -122,10 +141,14 @@ class Handler(BaseHTTPRequestHandler):
         text = "The answer is 5." if "wrong" in FAULTS else "The answer is 4."
         if "varied" in FAULTS:
             text += f" You asked with {len(json.dumps(asked))} characters."
+        text += FAULTS.get("says", "")
+        told = {"timings": timings()} if "rate" in FAULTS else {}
         choice = {"index": 0, "finish_reason": "stop",
                   "message": {"role": "assistant", "content": text}, "text": text}  # fmt: skip
         usage = {"completion_tokens": 6, "prompt_tokens": 5}
-        return self.answer(200, {"model": OPTIONS.alias, "choices": [choice], "usage": usage})
+        return self.answer(
+            200, {"model": OPTIONS.alias, "choices": [choice], "usage": usage, **told}
+        )
 
     def route(self) -> None:
         aliases = OPTIONS.alias.split(",")
