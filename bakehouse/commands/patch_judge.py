@@ -234,9 +234,9 @@ class _Server:
     def _run(self) -> Iterator[Run]:
         """Open a record of its own for this server."""
         recipe = self._case.loaded.recipe
-        name = f"{recipe.name}-{self._name}"
-        with Run.start(self._ctx, "judge", name, secrets=recipe.secrets) as record:
+        with Run.start(self._ctx, "judge", recipe.name, secrets=recipe.secrets) as record:
             record.pin(lock=digest(self._case.lock(self._name)))
+            record.fact("side", f"{self._name} patch {self._case.name}")
             yield record
 
 

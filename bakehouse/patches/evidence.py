@@ -79,11 +79,15 @@ class Side(Frozen):
         """Names of what was asked for in the generation."""
         return tuple(dict.fromkeys(s.item for each in self.rounds for s in each))
 
-    def drafts(self) -> tuple[int, int] | None:
-        """Draft tokens made and accepted; None where the engine does not tell."""
-        counted = [s for each in self.rounds for s in each if s.drafted is not None]
+    def drafts(self, items: frozenset[str]) -> tuple[int, int] | None:
+        """Draft tokens made and accepted in these items; None where the engine does not tell.
+
+        An engine that tells of no single answer is taken by its counters, over all items.
+        """
+        told = [s for each in self.rounds for s in each if not s.problem]
+        counted = [s for s in told if s.item in items and s.drafted is not None]
         if not counted:
-            return self.counted
+            return self.counted if all(s.drafted is None for s in told) else None
         return sum(s.drafted or 0 for s in counted), sum(s.accepted or 0 for s in counted)
 
     def rates(self, items: frozenset[str]) -> tuple[float, ...]:
@@ -132,14 +136,18 @@ class Speed(Frozen):
         )
 
 
+def answered(*sides: Side) -> frozenset[str]:
+    """Give the items that each of some servers answered in every round."""
+    return frozenset(
+        item
+        for item in sides[0].items
+        if all(side.said(item) and not any(s.problem for s in side.said(item)) for side in sides)
+    )
+
+
 def speed_of(without: Side, patched: Side) -> Speed | None:
     """Compare two servers over what both answered; None where one of them cannot be measured."""
-    both = frozenset(
-        item
-        for item in patched.items
-        if all(not s.problem for side in (without, patched) for s in side.said(item))
-        and without.said(item)
-    )
+    both = answered(without, patched)
     old, new = without.rates(both), patched.rates(both)
     if not old or not new:
         return None

@@ -14,7 +14,7 @@ from typing import Literal
 
 from bakehouse.checks import Check, Verdict, check
 from bakehouse.patches.contrast import Change, contrast
-from bakehouse.patches.evidence import Side, Speed, Spoken, speed_of
+from bakehouse.patches.evidence import Side, Speed, Spoken, answered, speed_of
 from bakehouse.patches.manifest import Expect, LogPattern, Word
 
 SLOWEST = 0.9
@@ -216,7 +216,8 @@ def parting(before: str, now: str) -> str:
 def _acceptance(
     court: _Court, without: Side, patched: Side, expect: Expect, *, speculates: bool
 ) -> None:
-    old, new = without.drafts(), patched.drafts()
+    both, all_ = answered(without, patched), answered(patched)
+    old, new = without.drafts(both), patched.drafts(both)
     wanted = expect.acceptance
     if not (speculates or wanted or (old and old[0]) or (new and new[0])):
         return
@@ -228,14 +229,15 @@ def _acceptance(
         "harmful", f"acceptance is lost: {seen}, {_share(old)} without",
     )  # fmt: skip
     if wanted:
-        share = new[1] / new[0] if new and new[0] else None
+        whole = patched.drafts(all_)
+        share = whole[1] / whole[0] if whole and whole[0] else None
         low, high = wanted.least, wanted.most
         fits = None if share is None else (low is None or share >= low) and (
             high is None or share <= high
         )  # fmt: skip
         bounds = f"{low or 0:.0%} to {1 if high is None else high:.0%} of the drafts accepted"
         weight: Weight = "harmful" if share is not None and share < (low or 0) else "experimental"
-        court.rule(check("patch.expect.acceptance", bounds, seen, where, ok=fits), weight)
+        court.rule(check("patch.expect.acceptance", bounds, _share(whole), where, ok=fits), weight)
 
 
 def _share(drafts: tuple[int, int] | None) -> str | None:
@@ -267,7 +269,7 @@ def _speed(court: _Court, without: Side, speed: Speed | None, expect: Expect) ->
     bound = expect.speed or SLOWEST
     one = check(
         "patch.speed", f"at least x{bound:g} of the unpatched server's decode speed",
-        str(speed) if speed else None, f"generation, {len(without.rounds)} rounds and more",
+        str(speed) if speed else None, f"generation, {len(without.rounds)} rounds",
         ok=None if speed is None else not slower(speed, expect),
     )  # fmt: skip
     court.rule(one, "harmful", f"slower: {speed}" if speed else "decode speed is not known")

@@ -183,6 +183,39 @@ def test_a_fix_is_judged_by_the_suites_that_only_it_passes() -> None:
     )
 
 
+def test_the_seed_as_it_was_measured() -> None:
+    """Images work, acceptance holds, and 2,661 errors that no unpatched log has: experimental."""
+
+    def run(*items: tuple[str, int, int]) -> tuple[tuple[Spoken, ...], ...]:
+        said = [Spoken(item=n, text="x", tokens=90, seconds=5.0, drafted=made, accepted=kept)
+                for n, made, kept in items]  # fmt: skip
+        return (tuple(said),)
+
+    lost = [
+        "E decode: failed to initialize batch",
+        "E spec  process: llama_decode(ctx_dft) head=0 failed rc=-1 (pos=36)",
+        "E srv   decode: failed to process speculative batch",
+    ]
+    before = side(
+        "without", log=[*QUIET, *lost * 3], suites=suites(facts="true", vision="wrong"),
+        rounds=((*run(("prose", 1008, 364))[0], Spoken(item="image", problem="HTTP 500")),),
+    )  # fmt: skip
+    after = side(
+        log=[*QUIET, *errors(2661)],
+        suites=suites(facts="true", vision="true"),
+        rounds=run(("prose", 1585, 581), ("image", 1106, 724)),
+    )
+    found = verdict(after, before, speculates=True)
+    assert found.word == "experimental"
+    assert found.reasons == (
+        "errors in the log, new: 2,661 times, never without: llama_decode[1] returned <n>",
+    )
+    seen = {c.id: c.observed for c in found.checks}
+    assert seen["patch.acceptance"] == "581 of 1585 (36.7%)"
+    gone = [c for c in found.changes if c.how == "gone"]
+    assert any("head=0 failed rc=<n> (pos=<n>)" in c.text for c in gone)
+
+
 def test_without_a_server_to_compare_with_nothing_is_clean() -> None:
     dead = side("without", asked=False, problem="it ended", suites=(), rounds=(), kinds=(), lines=0)
     found = verdict(side(), dead)
