@@ -357,6 +357,7 @@ def nightly(
     vendor="keep the diff itself beside its manifest",
     allow="how loosely it may fit: offset or fuzz (default: exactly)",
     dry_run="fetch, compare and try; write nothing",
+    judge="build and serve the recipe with it and without it, compare, and write down the verdict",
 )
 def patch(
     _: Context,
@@ -370,6 +371,7 @@ def patch(
     vendor: bool = False,
     allow: str | None = None,
     dry_run: bool = False,
+    judge: bool = False,
     json: bool = False,
     debug: bool = False,
 ) -> None:

@@ -36,14 +36,21 @@ class Options:
     vendor: bool = False
     allow: str = ""
     dry_run: bool = False
+    judge: bool = False
 
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Pin, or compare with the pin; then try it on one recipe, or on all of its engine.
 
-    With a recipe, anything but a patch that applies is exit 5.
+    With a recipe, anything but a patch that applies is exit 5; with `judge` a patch that harms too.
     """
     allow = parse_allow(options.allow)
+    if options.judge and (not options.recipe or options.dry_run):
+        raise UsageError(
+            "--judge and --dry-run do not go together" if options.dry_run
+            else "--judge needs a recipe to judge the patch with",
+            hint="invoke patch --pr N --recipe NAME --judge builds, serves and compares",
+        )  # fmt: skip
     loaded = load(find(options.recipe, ctx.recipes)) if options.recipe else None
     wish = read_wish(ctx, options, loaded)
     made = pin(ctx, wish, update=options.update, vendor=options.vendor, write=not options.dry_run)
@@ -58,7 +65,12 @@ def run(ctx: Context, options: Options) -> Outcome:
     result = _result(made, rows)
     checks = tuple(row.check() for row in rows)
     error = _refusal(rows[0], key) if options.recipe and not rows[0].good else None
-    return Outcome(result, "\n".join(lines), checks, error=error)
+    outcome = Outcome(result, "\n".join(lines), checks, error=error)
+    if loaded and options.judge and error is None:
+        from bakehouse.commands import patch_judge  # it brings in all of `serve`
+
+        return patch_judge.judge_pinned(ctx, loaded, made, allow, outcome)
+    return outcome
 
 
 def read_wish(ctx: Context, options: Options, loaded: Loaded | None = None) -> Wish:

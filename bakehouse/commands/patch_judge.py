@@ -17,15 +17,20 @@ from bakehouse.engines.engine import engine_of
 from bakehouse.errors import BakehouseError, BuildFailed, NotCorrect, NotHealthy, PatchError
 from bakehouse.lock import Lock, PatchPin
 from bakehouse.outcome import Outcome
+from bakehouse.patches import for_run
 from bakehouse.patches.evidence import Side
 from bakehouse.patches.judge import Judged, judge, slower
-from bakehouse.patches.manifest import Expect
+from bakehouse.patches.manifest import Expect, Fit, PatchVerdict
 from bakehouse.patches.measure import Measure, Read, Wants, longer, read_log, side, wants
+from bakehouse.patches.pin import Pinned
 from bakehouse.patches.tell import evidence, lines
 from bakehouse.plan.types import ImagePlan
+from bakehouse.preflight import combinations
+from bakehouse.recipe.faults import shown
 from bakehouse.recipe.load import Loaded
 from bakehouse.records.store import Run
 from bakehouse.serve.control import stop
+from bakehouse.sources.manifests import read_manifest, write_manifest
 
 SERVES = (NotHealthy, NotCorrect, BuildFailed)
 """What says something about the build that was served, not about this machine."""
@@ -63,13 +68,13 @@ class Verdict:
     date: str
     text: str
 
-    def outcome(self, extra: Mapping[str, Any] | None = None, more: str = "") -> Outcome:
+    def outcome(self, extra: Mapping[str, Any] | None = None, text: str = "") -> Outcome:
         """Give the task's result: 0, or 5 for a patch that harms, or 7 where nothing is judged."""
         word, reasons = self.judged.word, self.judged.reasons
         result: dict[str, Any] = {
-            "verdict": word, "reasons": list(reasons), "evidence": self.evidence,
-            "record": str(self.record), "changes": [c.to_data() for c in self.judged.changes],
-            **(extra or {}),
+            **(extra or {}), "verdict": word, "reasons": list(reasons),
+            "evidence": self.evidence, "record": str(self.record),
+            "changes": [c.to_data() for c in self.judged.changes],
         }  # fmt: skip
         error: BakehouseError | None = None
         if word is None:
@@ -83,8 +88,7 @@ class Verdict:
                 f"the patch harms: {reasons[0]}", where=str(self.record), id="patch-harmful",
                 hint="leave it out, or take it to whoever wrote it with this record",
             )  # fmt: skip
-        text = "\n".join(filter(None, (self.text, more)))
-        return Outcome(result, text, self.judged.checks, error=error)
+        return Outcome(result, text or self.text, self.judged.checks, error=error)
 
 
 def judge_case(ctx: Context, case: Case) -> Verdict:
@@ -120,20 +124,45 @@ def judge_case(ctx: Context, case: Case) -> Verdict:
     return Verdict(judged, (without, patched), found, record.record, date, text)
 
 
-def without_patch(ctx: Context, lock: Lock, pin: PatchPin) -> Lock:
-    """Give the lock of the same source with all patches but one, in their order.
+def judge_pinned(
+    ctx: Context, loaded: Loaded, made: Pinned, allow: Fit, before: Outcome
+) -> Outcome:
+    """Judge a pinned patch with a recipe, and write the verdict into its manifest.
 
-    Raises PatchError where another patch does not apply without it, LockError, HostError.
+    A patch of the recipe's own is left out for the comparison, another one is added; patches beside
+    it stay. `before` is what was said so far. Raises as `judge_case` does.
     """
-    from bakehouse.ports.git import Git
-    from bakehouse.sources.tree import ensure_tree, patched_tree
+    manifest, path, engine = made.manifest, loaded.path, loaded.recipe.engine
+    own = any(p.key(engine) == manifest.name for p in loaded.recipe.patches)
+    add = for_run.Asked() if own else for_run.Asked(add=(manifest.name,), allow=allow)
+    drop = for_run.Asked(drop=(manifest.name,)) if own else for_run.Asked()
+    changed = combinations.load_good(path, (), add.change(ctx))
+    patched = for_run.ensure(ctx, changed, add)
+    without = for_run.ensure(ctx, drop.change(ctx)(loaded), drop)
+    pin = next(p for p in patched.patches if p.file.path == manifest.name)
+    found = judge_case(ctx, Case(changed, pin, patched, without, manifest.name, manifest.expect))
+    kept = keep(made, found, loaded.recipe.name, pin, patched)
+    outcome = found.outcome(before.result, f"{found.text}\n{kept}")
+    return Outcome(
+        outcome.result, f"{before.text}\n\n{outcome.text}\nrecord      {found.record}",
+        (*before.checks, *outcome.checks), error=outcome.error,
+    )  # fmt: skip
 
-    ensure_tree(ctx, lock)
-    left = tuple(p for p in lock.patches if p != pin)
-    if lock.source is None:
-        return lock
-    tree = patched_tree(ctx, Git(ctx.processes, ctx.environment), lock.source, left)
-    return lock.model_copy(update={"patches": left, "source_tree": tree})
+
+def keep(made: Pinned, found: Verdict, recipe: str, pin: PatchPin, lock: Lock) -> str:
+    """Write a verdict into the manifest, as it is by now; say where it stands."""
+    if found.judged.word is None:
+        return "manifest    not changed: nothing was judged"
+    manifest = read_manifest(made.path)
+    if manifest.sha256 != pin.file.sha256:
+        return f"manifest    not changed: {shown(made.path)} pins another diff by now"
+    verdict = PatchVerdict(
+        recipe=recipe, base=lock.base or "unknown", sha256=pin.file.sha256,
+        word=found.judged.word, reasons=found.judged.reasons, evidence=found.evidence,
+        date=found.date,
+    )  # fmt: skip
+    write_manifest(made.path, manifest.with_verdict(verdict))
+    return f"manifest    {shown(made.path)}"
 
 
 def _speculates(case: Case) -> bool:

@@ -18,10 +18,11 @@ import pytest
 
 from bakehouse import cli
 from bakehouse.commands import serve as serve_command
-from bakehouse.commands.patch_judge import Case, Verdict, judge_case, without_patch
+from bakehouse.commands.patch_judge import Case, Verdict, judge_case
 from bakehouse.context import Context
 from bakehouse.errors import BuildFailed, HostError, NotHealthy, PatchError
 from bakehouse.lock import Lock
+from bakehouse.patches import for_run
 from bakehouse.patches.manifest import Expect
 from bakehouse.places import Places
 from bakehouse.plan.types import BuildPlan
@@ -134,7 +135,9 @@ def case(ctx: Context, home: Path, expect: Expect) -> Case:
     loaded = load(home / "tiny.yaml")
     lock = ensure_lock(ctx, loaded)
     (pin,) = lock.patches
-    return Case(loaded, pin, lock, without_patch(ctx, lock, pin), "fix", expect)
+    drop = for_run.Asked(drop=("fix",))
+    without = for_run.ensure(ctx, drop.change(ctx)(loaded), drop)
+    return Case(loaded, pin, lock, without, "fix", expect)
 
 
 def nothing_left(places: Places) -> bool:
