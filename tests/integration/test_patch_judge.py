@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,7 @@ from bakehouse.recipe.load import load
 from bakehouse.resolve import ensure_lock
 from bakehouse.serve.control import folders, look, stop
 from bakehouse.serve.processes import marked
+from bakehouse.sources.manifests import manifest_path, patches_folder, read_manifest
 from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
 from tests.support.serving import FAKE
 
@@ -41,14 +43,13 @@ name: tiny
 engine: llama.cpp
 source:
   archive: {{path: source.tar.gz, sha256: {sha256}, number: 7}}
-  patches: [{{file: fix.patch}}]
+  patches: [{patches}]
 weights:
   model: {{path: model.gguf}}
 serve:
   port: 0
   stop_timeout: 2s
   ready_timeout: 20s
-  {more}
   command: "{{{{ server }}}} -m {{{{ weights.model.first }}}}"
 probe:
   suites: [facts]
@@ -60,6 +61,14 @@ PATCH = """\
 @@ -1 +1,2 @@
  #
 +# mended
+"""
+MORE = """\
+--- a/CMakeLists.txt
++++ b/CMakeLists.txt
+@@ -1,2 +1,3 @@
+ #
+ # mended
++# more
 """
 RATE = "rate=20"
 
@@ -73,16 +82,19 @@ class Builds:
         self.without: Sequence[str] = (RATE,)
         self.patched: Sequence[str] = (RATE,)
         self.broken = False
+        self.judged = "fix"
+        """The patch that makes the difference."""
         self.made: list[str] = []
 
     def __call__(self, ctx: Context, lock: Lock, plan: BuildPlan, record: object) -> None:
-        if lock.patches and self.broken:
+        patched = any(pin.id == self.judged for pin in lock.patches)
+        if patched and self.broken:
             raise BuildFailed("server.cpp:7: expected ';'", where="compile.log:9")
         server = Path(plan.server)
         if not server.exists():
-            self.made.append("with" if lock.patches else "without")
+            self.made.append("with" if patched else "without")
         server.parent.mkdir(parents=True, exist_ok=True)
-        faults = (*(self.patched if lock.patches else self.without), f"build=b7-{lock.stamp}")
+        faults = (*(self.patched if patched else self.without), f"build=b7-{lock.stamp}")
         words = " ".join(f"--fault '{fault}'" for fault in faults)
         server.write_text(f"#!/bin/sh\nexec '{sys.executable}' -S '{FAKE}' \"$@\" {words}\n")
         server.chmod(0o755)
@@ -97,22 +109,25 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> Builds:
 
 @pytest.fixture
 def home(tmp_path: Path, places: Places) -> Iterator[Path]:
-    (tmp_path / "model.gguf").write_bytes(gguf_bytes(llama_metadata(), [f32("a", 8, 4)]))
-    with tarfile.open(tmp_path / "source.tar.gz", "w:gz") as archive:
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    (recipes / "model.gguf").write_bytes(gguf_bytes(llama_metadata(), [f32("a", 8, 4)]))
+    with tarfile.open(recipes / "source.tar.gz", "w:gz") as archive:
         entry = tarfile.TarInfo("x/CMakeLists.txt")
         entry.size, entry.mtime = 2, 1_700_000_000
         archive.addfile(entry, io.BytesIO(b"#\n"))
-    (tmp_path / "fix.patch").write_text(PATCH)
-    write(tmp_path)
-    yield tmp_path
+    (recipes / "fix.patch").write_text(PATCH)
+    write(recipes)
+    yield recipes
     for folder in folders(places):
         stop(folder)
         assert not marked(folder)
 
 
-def write(folder: Path, more: str = "") -> None:
+def write(folder: Path, patches: str = "{file: fix.patch}") -> None:
     sha256 = hashlib.sha256((folder / "source.tar.gz").read_bytes()).hexdigest()
-    (folder / "tiny.yaml").write_text(RECIPE.format(sha256=sha256, more=more))
+    (folder / "tiny.yaml").write_text(RECIPE.format(sha256=sha256, patches=patches))
+    (folder / "tiny.lock.json").unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -270,6 +285,52 @@ def test_a_server_that_runs_already_is_left_alone(
     assert after.word == "running"
     assert after.processes == before.processes
     stop(after.folder)
+
+
+def test_the_verdict_stands_in_the_manifest(
+    home: Path, places: Places, builds: Builds, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Judged beside another patch, judged anew as one of the recipe's own, told at serve."""
+    monkeypatch.setenv("BAKEHOUSE_HOME", str(places.cache.parent))
+    more = home.parent / "more.patch"
+    more.write_text(MORE)
+    builds.judged, builds.patched = "more", (RATE, "grumbles=head=1 gave up")
+    path = manifest_path(patches_folder(home), "ggml-org/llama.cpp", "more")
+
+    def invoke(task: str, **options: object) -> tuple[int, dict[str, Any]]:
+        code = cli.main(task, options, json=True, recipes=home)
+        document: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return code, document
+
+    code, said = invoke("patch", file=str(more), recipe="tiny", judge=True)
+    assert (code, said["result"]["verdict"]) == (0, "experimental")
+    (kept,) = read_manifest(path).verdicts
+    assert (kept.recipe, kept.word) == ("tiny", "experimental")
+    assert kept.reasons == tuple(said["result"]["reasons"])
+    assert kept.evidence["errors"][0]["line"] == "head=1 gave up"
+    assert kept.evidence["run"] in said["result"]["record"]
+
+    code, said = invoke("serve", recipe="tiny", patch=("more",))
+    assert code == 0
+    assert said["result"]["unsound_patches"][0].startswith("EXPERIMENTAL patch ggml-org/llama.cpp")
+    invoke("stop", all_=True)
+
+    write(home, "{file: fix.patch}, {id: more}")
+    builds.patched = (RATE,)
+    code, said = invoke("patch", file=str(more), recipe="tiny", judge=True)
+    assert (code, said["result"]["verdict"]) == (0, "no effect")
+    (kept,) = read_manifest(path).verdicts
+    assert kept.word == "no effect"
+    assert set(builds.made) == {"with", "without"}
+    assert len(builds.made) == 2, "the same two artifacts, whichever way the patch is named"
+    assert nothing_left(places)
+
+
+@pytest.mark.parametrize("options", [{}, {"recipe": "tiny", "dry_run": True}])
+def test_what_cannot_be_judged(home: Path, options: dict[str, object]) -> None:
+    flags = {"file": str(home / "fix.patch"), "judge": True, **options}
+    assert cli.main("patch", flags, json=True, recipes=home) == 2
 
 
 def test_this_machines_troubles_are_no_verdict(
