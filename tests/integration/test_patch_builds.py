@@ -1,0 +1,425 @@
+"""Pinned patches in recipes and for one run: from a git host on loopback to a built server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bakehouse.commands import build, check, fetch, lock, patch, plan
+from bakehouse.context import Context
+from bakehouse.errors import LockError, PatchError, RecipeError, UsageError
+from bakehouse.outcome import Outcome
+from bakehouse.patches.manifest import Manifest
+from bakehouse.places import Places
+from bakehouse.resolve import lock_path, read_lock
+from bakehouse.sources.manifests import read_manifest, write_manifest
+from bakehouse.sources.patches import stored
+from tests.integration.test_build_commands import RECIPE, pack
+from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
+from tests.support.clocks import ImpatientClock
+from tests.support.filehost import status
+from tests.support.githost import Repo, git
+from tests.support.pullhost import PullHost, serve_pulls
+from tests.support.small_engine import FILES
+
+pytestmark = pytest.mark.integration
+
+LLAMA = "ggml-org/llama.cpp"
+GREETING = (
+    FILES["llama.cpp"].replace(': "wrong"', ': "no"').replace("? SMALL_GREETING", '? "patched"')
+)
+SERVER = FILES["server.cpp"].replace("which < 5", "which <  5")
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[PullHost]:
+    with serve_pulls(tmp_path / "host") as served:
+        yield served
+
+
+@pytest.fixture
+def repo(host: PullHost) -> Repo:
+    """Upstream: 7 changes the greeting, 8 another file, 9 what 7 changes as well."""
+    made = host.repo(f"{LLAMA}.git")
+    base = made.commit(FILES)
+    offer(made, 7, base, {"llama.cpp": GREETING})
+    offer(made, 8, base, {"server.cpp": SERVER})
+    offer(made, 9, base, {"llama.cpp": GREETING.replace("patched", "other")})
+    return made
+
+
+def offer(repo: Repo, number: int, base: str, changes: dict[str, str]) -> str:
+    ref = f"refs/pull/{number}/head"
+    return repo.commit({**FILES, **changes}, ref=ref, parents=(base,), message=f"Change {number}")
+
+
+@pytest.fixture
+def ctx(context: Context, host: PullHost, repo: Repo, tmp_path: Path) -> Context:
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "model.gguf").write_bytes(gguf_bytes(llama_metadata(), [f32("x", 4)]))
+    (folder / "small.yaml").write_text(RECIPE.format(sha256=pack(folder / "small.tar.gz")))
+    environment = {**context.environment, "BAKEHOUSE_GITHUB": host.url}
+    return replace(context, recipes=folder, environment=environment, clock=ImpatientClock())
+
+
+def pin(ctx: Context, number: int, **flags: Any) -> Outcome:
+    return patch.run(ctx, patch.Options(pr=str(number), **flags))
+
+
+def built(ctx: Context, *overrides: str, **options: Any) -> Outcome:
+    return build.run(ctx, build.Options("small", overrides, **options))
+
+
+def patched_recipe(ctx: Context, patches: str) -> Path:
+    path = ctx.recipes / "small.yaml"
+    text = path.read_text()
+    start = text.index("number: 77}\n") + len("number: 77}\n")
+    end = text.index("build:")
+    path.write_text(f"{text[:start]}  patches: {patches}\n{text[end:]}")
+    return path
+
+
+def says(outcome: Outcome) -> str:
+    done = subprocess.run([outcome.result["server"]], capture_output=True, text=True, env={},
+                          check=True)  # fmt: skip
+    return done.stdout.splitlines()[-1]
+
+
+def manifest_file(ctx: Context, number: int) -> Path:
+    return ctx.recipes.parent / "patches" / LLAMA / f"{number}.yaml"
+
+
+def test_a_patch_in_and_out_of_a_recipe(ctx: Context, host: PullHost) -> None:
+    plain = built(ctx)
+    assert says(plain) == "good morning"
+    pin(ctx, 7)
+    path = patched_recipe(ctx, "[{pr: 7}]")
+    with pytest.raises(LockError, match="patch-changed"):
+        built(ctx)
+    moved = lock.run(ctx, lock.Options("small", update=True))
+    sha256 = str(read_manifest(manifest_file(ctx, 7)).sha256)
+    found = read_lock(lock_path(path))
+    assert found is not None
+    (pinned,) = found.patches
+    assert (pinned.file.path, pinned.file.sha256) == (f"{LLAMA}#7", sha256)
+    assert pinned.base == found.base
+    assert f"moved patch {LLAMA}#7: none -> sha256 {sha256} on {found.base}" in moved.text
+    host.gone = True
+    one = built(ctx)
+    assert says(one) == "patched"
+    assert one.result["digest"] != plain.result["digest"]
+    server = one.result["server"]
+    stamp = subprocess.run(
+        [server, "--version"], capture_output=True, text=True, check=True, env={}
+    )
+    assert f"-p{sha256[:7]})" in stamp.stderr
+    record = json.loads(Path(one.result["record"]).read_text())
+    assert record["facts"]["patches"]["applied"][0]["sha256"] == sha256
+    patched_recipe(ctx, "[]")
+    lock.run(ctx, lock.Options("small", update=True))
+    again = built(ctx)
+    assert again.result["reused"] is True
+    assert (again.result["digest"], again.result["content"]) == (
+        plain.result["digest"], plain.result["content"],
+    )  # fmt: skip
+
+
+def test_a_patch_for_one_run(ctx: Context) -> None:
+    plain = built(ctx)
+    lock_file = lock_path(ctx.recipes / "small.yaml")
+    before = lock_file.read_bytes()
+    pin(ctx, 7)
+    planned = plan.run(ctx, plan.Options("small", patch=("7",)))
+    assert planned.result["built"] is False
+    dry = built(ctx, patch=("7",), dry_run=True)
+    assert dry.result["digest"] == planned.result["build"]["digest"] != plain.result["digest"]
+    one = built(ctx, patch=("7",), locked=True)
+    assert one.result["digest"] == dry.result["digest"]
+    assert says(one) == "patched"
+    assert lock_file.read_bytes() == before
+    facts = json.loads(Path(one.result["record"]).read_text())["facts"]["patches"]
+    assert facts["added_for_this_run"] == ["7"]
+    assert [p["id"] for p in facts["applied"]] == [f"{LLAMA}#7"]
+    assert built(ctx).result["digest"] == plain.result["digest"]
+    named = built(ctx, patch=(f"{LLAMA}#7",), dry_run=True)
+    assert named.result["digest"] == dry.result["digest"]
+
+
+def test_a_patch_left_out_for_one_run(ctx: Context) -> None:
+    plain = built(ctx)
+    pin(ctx, 7)
+    pin(ctx, 8)
+    path = patched_recipe(ctx, "[{pr: 7}, {pr: 8}]")
+    lock.run(ctx, lock.Options("small", update=True))
+    before = lock_path(path).read_bytes()
+    both = built(ctx, dry_run=True)
+    less = built(ctx, no_patch=("7",), dry_run=True)
+    none = built(ctx, no_patch=("7", "8"))
+    assert len({d.result["digest"] for d in (both, less, none)}) == 3
+    assert none.result["digest"] == plain.result["digest"]
+    assert none.result["reused"] is True
+    facts = json.loads(Path(none.result["record"]).read_text())["facts"]["patches"]
+    assert (facts["applied"], facts["left_out_of_this_run"]) == ([], ["7", "8"])
+    assert lock_path(path).read_bytes() == before
+    pin(ctx, 9)
+    swapped = built(ctx, no_patch=("7",), patch=("9",), dry_run=True)
+    assert swapped.result["digest"] not in (both.result["digest"], less.result["digest"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "why"),
+    [
+        ({"patch": ("x y",)}, UsageError, "names no patch"),
+        ({"patch": ("7",), "no_patch": ("7",)}, UsageError, "both name 7"),
+        ({"no_patch": ("8",)}, UsageError, "no patch '8'"),
+        ({"patch": ("5",)}, Exception, "no such patch manifest"),
+        ({"allow": "fuzz"}, UsageError, "there is none"),
+        ({"patch": ("7",), "allow": "all"}, UsageError, "offset or fuzz"),
+        ({"patch": ("7", "9")}, PatchError, "patch 9 does not apply"),
+    ],
+)
+def test_flags_about_patches_that_make_no_sense(
+    ctx: Context, flags: dict[str, Any], error: type[Exception], why: str
+) -> None:
+    lock.run(ctx, lock.Options("small"))
+    pin(ctx, 7)
+    pin(ctx, 9)
+    with pytest.raises(error, match=why):
+        built(ctx, **flags, dry_run=True)
+
+
+def test_a_plan_fetches_nothing(ctx: Context, tmp_path: Path) -> None:
+    lock.run(ctx, lock.Options("small"))
+    pin(ctx, 7)
+    empty = replace(ctx, places=Places(tmp_path / "other" / "cache", tmp_path / "other" / "state"))
+    with pytest.raises(LockError, match="not on this machine") as caught:
+        plan.run(empty, plan.Options("small", patch=("7",)))
+    assert "invoke fetch" in str(caught.value.hint)
+    assert not (tmp_path / "other" / "cache" / "patches").exists()
+
+
+def test_several_patches_keep_their_order_and_one_that_fails_stops_the_build(ctx: Context) -> None:
+    for number in (7, 8, 9):
+        pin(ctx, number)
+    patched_recipe(ctx, "[{pr: 8}, {pr: 7}, {pr: 9}]")
+    with pytest.raises(PatchError, match="patch 9 does not apply: hunk 1 of 1") as caught:
+        built(ctx)
+    assert caught.value.exit_code == 5
+    where = str(caught.value.where)
+    assert "the patch has      default: return small_start() == 42 ? SMALL_GREETING" in where
+    assert 'the source has     default: return small_start() == 42 ? "patched"' in where
+    assert not list(ctx.places.builds.glob("*"))
+    assert not lock_path(ctx.recipes / "small.yaml").exists()
+
+
+def test_a_patch_that_upstream_has_by_now_does_not_hide_the_one_behind_it(ctx: Context) -> None:
+    pin(ctx, 7)
+    pin(ctx, 8)
+    sha256 = pack(ctx.recipes / "small.tar.gz", {"llama.cpp": GREETING})
+    (ctx.recipes / "small.yaml").write_text(RECIPE.format(sha256=sha256))
+    patched_recipe(ctx, "[{pr: 7}, {pr: 8}]")
+    with pytest.raises(PatchError, match=r"patch 7 .* in the source already") as caught:
+        built(ctx)
+    assert "take it out" in str(caught.value.hint)
+
+
+def test_a_patch_that_moved_is_drift_with_a_name(ctx: Context, repo: Repo, host: PullHost) -> None:
+    pin(ctx, 7)
+    patched_recipe(ctx, "[{pr: 7}]")
+    lock.run(ctx, lock.Options("small"))
+    offer(repo, 7, host_main(repo), {"llama.cpp": GREETING.replace("patched", "newer")})
+    assert built(ctx, dry_run=True).result["built"] is False, "a build looks at no host"
+    pin(ctx, 7, update=True)
+    with pytest.raises(LockError, match="patch-moved") as caught:
+        built(ctx)
+    assert caught.value.exit_code == 4
+    assert "invoke lock --update" in str(caught.value.hint)
+    lock.run(ctx, lock.Options("small", update=True))
+    assert says(built(ctx)) == "newer"
+
+
+def host_main(repo: Repo) -> str:
+    return git(repo.folder, "rev-parse", "main")
+
+
+def test_another_source_is_drift_of_the_patch_as_well(ctx: Context, repo: Repo) -> None:
+    pin(ctx, 7)
+    base = host_main(repo)
+    text = (ctx.recipes / "small.yaml").read_text()
+    start, end = text.index("  archive:"), text.index("build:")
+    source = f"  git: {repo.url}\n  commit: {base}\n  patches: [{{pr: 7}}]\n"
+    (ctx.recipes / "small.yaml").write_text(text[:start] + source + text[end:])
+    lock.run(ctx, lock.Options("small"))
+    other = repo.commit({**FILES, "new": "n\n"}, parents=(base,))
+    recipe = ctx.recipes / "small.yaml"
+    recipe.write_text(recipe.read_text().replace(base, other))
+    with pytest.raises(LockError, match=r"commit-changed.*patch-base-changed"):
+        built(ctx)
+
+
+def test_a_fresh_clone_fetches_what_the_manifest_pins(
+    ctx: Context, host: PullHost, repo: Repo, tmp_path: Path
+) -> None:
+    pin(ctx, 7)
+    patched_recipe(ctx, "[{pr: 7}]")
+    lock.run(ctx, lock.Options("small"))
+    sha256 = str(read_manifest(manifest_file(ctx, 7)).sha256)
+    empty = replace(ctx, places=Places(tmp_path / "o" / "cache", tmp_path / "o" / "state"))
+    fetch.run(empty, fetch.Options("small", locked=True))
+    assert stored(empty.places, sha256).is_file()
+    offer(repo, 7, host_main(repo), {"llama.cpp": GREETING.replace("patched", "newer")})
+    late = replace(ctx, places=Places(tmp_path / "l" / "cache", tmp_path / "l" / "state"))
+    with pytest.raises(LockError, match="moved: sha256"):
+        fetch.run(late, fetch.Options("small", locked=True))
+    host.gone = True
+    with pytest.raises(PatchError, match="404"):
+        fetch.run(late, fetch.Options("small", locked=True))
+
+
+def test_a_vendored_patch_needs_no_host(ctx: Context, host: PullHost, tmp_path: Path) -> None:
+    pin(ctx, 7, vendor=True)
+    patched_recipe(ctx, "[{pr: 7}]")
+    host.gone = True
+    empty = replace(ctx, places=Places(tmp_path / "o" / "cache", tmp_path / "o" / "state"))
+    lock.run(empty, lock.Options("small"))
+    fetch.run(empty, fetch.Options("small", locked=True))
+
+
+def test_a_patch_of_which_only_hearsay_is_known(ctx: Context) -> None:
+    write_manifest(manifest_file(ctx, 7), Manifest(id="7", pr=7, repo=LLAMA, source="x"))
+    patched_recipe(ctx, "[{pr: 7}]")
+    checked = check.run(ctx, check.Options("small"))
+    assert checked.exit == 0
+    assert f"patch {LLAMA}#7 is not pinned yet: run 'invoke patch --pr 7'" in checked.text
+    runs: tuple[Callable[[], object], ...] = (
+        lambda: lock.run(ctx, lock.Options("small")),
+        lambda: plan.run(ctx, plan.Options("small")),
+        lambda: built(ctx),
+        lambda: fetch.run(ctx, fetch.Options("small")),
+    )
+    for run in runs:
+        with pytest.raises(LockError, match="not pinned yet") as caught:
+            run()
+        assert "invoke patch --pr 7" in str(caught.value.hint)
+        assert caught.value.exit_code == 4
+
+
+def test_a_recipe_may_not_claim_what_the_manifest_does_not_say(ctx: Context) -> None:
+    pin(ctx, 7)
+    patched_recipe(ctx, "[{pr: 7, lifts: [some-rule]}]")
+    checked = check.run(ctx, check.Options("small"))
+    assert checked.exit == 2
+    assert "its manifest does not say that it lifts some-rule" in checked.text
+    with pytest.raises(RecipeError, match="not as it says"):
+        built(ctx)
+    patched_recipe(ctx, "[{pr: 5}]")
+    assert "there is no manifest" in check.run(ctx, check.Options("small")).text
+
+
+def tried(outcome: Outcome) -> dict[str, dict[str, Any]]:
+    return {row["recipe"]: row for row in outcome.result["tried"]}
+
+
+def variant(ctx: Context, name: str, changes: dict[str, str], patches: str = "[]") -> None:
+    """Another recipe, whose source differs."""
+    sha256 = pack(ctx.recipes / f"{name}.tar.gz", changes)
+    text = RECIPE.format(sha256=sha256).replace("small.tar.gz", f"{name}.tar.gz")
+    text = text.replace("name: small\n", f"name: {name}\n")
+    text = text.replace("number: 77}\n", f"number: 77}}\n  patches: {patches}\n")
+    (ctx.recipes / f"{name}.yaml").write_text(text)
+
+
+def test_a_table_over_all_recipes(ctx: Context) -> None:
+    above = FILES["llama.cpp"].replace('extern "C" int small', '// more\n\nextern "C" int small')
+    near = FILES["llama.cpp"].replace("case 1: return", "case 1:  return")
+    variant(ctx, "shifted", {"llama.cpp": above})
+    variant(ctx, "fuzzy", {"llama.cpp": near})
+    variant(ctx, "upstream", {"llama.cpp": GREETING})
+    variant(ctx, "conflict", {"llama.cpp": FILES["llama.cpp"].replace("== 42", "== 43")})
+    variant(ctx, "gone", {"llama.cpp": "int nothing;\n"})
+    variant(ctx, "away", {"ggml.c": "// other\n" + FILES["ggml.c"]})
+    (ctx.recipes / "faulty.yaml").write_text("nonsense: 1\n")
+    for name in ("small", "shifted", "fuzzy", "upstream", "conflict", "gone"):
+        lock.run(ctx, lock.Options(name))
+    done = pin(ctx, 7)
+    rows = tried(done)
+    words = {name: row["result"] for name, row in rows.items()}
+    assert words == {
+        "small": "applies", "shifted": "applies with offset", "fuzzy": "applies with fuzz",
+        "upstream": "already upstream", "conflict": "conflicts", "gone": "conflicts",
+        "away": "unknown", "faulty": "unknown",
+    }  # fmt: skip
+    assert rows["shifted"]["applies"] is False
+    assert rows["away"]["applies"] is None
+    assert "hunk 1 of llama.cpp: at line 9, offset 2" in rows["shifted"]["notes"]
+    verdicts = {c.id.removeprefix("patch."): c.verdict.value for c in done.checks}
+    assert verdicts["small"] == "passed"
+    assert verdicts["conflict"] == verdicts["shifted"] == "failed"
+    assert verdicts["away"] == verdicts["faulty"] == "unknown"
+    assert done.exit == 0
+    assert done.error is None
+    assert "no lock" in done.text
+    loose = tried(pin(ctx, 7, allow="offset"))
+    assert loose["shifted"]["applies"] is True
+    assert loose["fuzzy"]["applies"] is False
+    assert tried(pin(ctx, 7, allow="fuzz"))["fuzzy"]["applies"] is True
+
+
+def test_one_recipe_fetches_its_source_and_says_no_with_exit_5(ctx: Context) -> None:
+    variant(ctx, "conflict", {"llama.cpp": FILES["llama.cpp"].replace("== 42", "== 43")})
+    good = pin(ctx, 7, recipe="small")
+    assert good.error is None
+    assert tried(good)["small"]["result"] == "applies"
+    assert not lock_path(ctx.recipes / "small.yaml").exists(), "trying locks nothing"
+    bad = pin(ctx, 7, recipe="conflict")
+    assert bad.error is not None
+    assert bad.error.exit_code == 5
+    assert bad.error.id == "patch-conflicts"
+    assert "== 43" in str(bad.error.where)
+
+
+def test_what_is_partly_upstream(ctx: Context, repo: Repo) -> None:
+    offer(repo, 10, host_main(repo), {"llama.cpp": GREETING, "server.cpp": SERVER})
+    variant(ctx, "half", {"server.cpp": SERVER})
+    done = pin(ctx, 10, recipe="half")
+    assert tried(done)["half"]["result"] == "partly upstream"
+    assert done.error is not None
+    assert "hunk 1 of 1 of server.cpp is in the source already" in str(done.error.where)
+
+
+def test_a_patch_is_tried_after_those_before_it(ctx: Context) -> None:
+    pin(ctx, 7)
+    variant(ctx, "has7", {}, "[{pr: 7}]")
+    variant(ctx, "has9first", {}, "[{pr: 9}, {pr: 7}]")
+    on = {name: tried(pin(ctx, 9, recipe=name))[name]["result"] for name in ("has7", "has9first")}
+    assert on == {"has7": "conflicts", "has9first": "applies"}
+
+
+def test_a_recipe_allows_an_offset_for_its_own_patch(ctx: Context) -> None:
+    pin(ctx, 7)
+    above = FILES["llama.cpp"].replace('extern "C" int small', '// more\n\nextern "C" int small')
+    variant(ctx, "shifted", {"llama.cpp": above}, "[{pr: 7}]")
+    with pytest.raises(PatchError, match="applies only with offset") as caught:
+        lock.run(ctx, lock.Options("shifted"))
+    assert "at line 9, offset 2" in caught.value.what
+    variant(ctx, "shifted", {"llama.cpp": above}, "[{pr: 7, allow: offset}]")
+    lock.run(ctx, lock.Options("shifted"))
+    assert tried(pin(ctx, 7, recipe="shifted"))["shifted"]["applies"] is True
+
+
+def test_the_host_is_asked_only_by_the_task_patch(ctx: Context, host: PullHost) -> None:
+    pin(ctx, 7)
+    patched_recipe(ctx, "[{pr: 7}]")
+    asked = len(host.asked)
+    host.page_faults[f"/raw/{LLAMA}/pull/7.diff"] = [status(429)] * 50
+    lock.run(ctx, lock.Options("small"))
+    built(ctx)
+    plan.run(ctx, plan.Options("small"))
+    assert len(host.asked) == asked
