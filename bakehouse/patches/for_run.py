@@ -13,15 +13,12 @@ from bakehouse.context import Context
 from bakehouse.errors import LockError, UsageError
 from bakehouse.lock import Lock
 from bakehouse.patches.manifest import Fit
-from bakehouse.ports.git import Git
 from bakehouse.preflight import pinned
 from bakehouse.recipe.load import Loaded, load
 from bakehouse.recipe.patches import UPSTREAM, Patch
 from bakehouse.redact import clean
 from bakehouse.resolve import ensure_lock, wants
 from bakehouse.sources.manifests import manifest_path, patches_folder, read_manifest
-from bakehouse.sources.patches import pin_patches
-from bakehouse.sources.tree import ensure_source, patched_tree, source_is_here
 
 _NAME = re.compile(r"(?:([\w.-]+/[\w.-]+)#)?([A-Za-z0-9][A-Za-z0-9._-]{0,99})")
 
@@ -152,6 +149,11 @@ def ensure(
     pinned.require(ctx, loaded)
     if not want:
         return ensure_lock(ctx, loaded, locked=locked)
+    # Imported here because a plan passes through this module and mostly needs none of these.
+    from bakehouse.ports.git import Git
+    from bakehouse.sources.patches import pin_patches
+    from bakehouse.sources.tree import ensure_source, patched_tree, source_is_here
+
     base = load(loaded.path, overrides)
     lock = ensure_lock(ctx, base, locked=locked)
     recipe, source, tree = loaded.recipe, lock.source, lock.source_tree

@@ -14,7 +14,7 @@ _HEADER = re.compile(rb"^(?:diff --git |--- |\+\+\+ |@@ |index [0-9a-f]+\.\.|ren
 _PATH = re.compile(
     r'^(?:--- |\+\+\+ |rename from |rename to |copy from |copy to )("(?:[^"\\]|\\.)*"|[^\t]+)'
 )
-_HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+_HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 _BARE = re.compile(r"(?:rename from |copy from |new file mode |deleted file mode |old mode )")
 """What a file's part may consist of where it has no hunk."""
 _MODE = re.compile(
@@ -41,6 +41,18 @@ class Hunk:
     def side(self, mark: bytes) -> tuple[bytes, ...]:
         """The lines that it wants to find (`mark` is `-`) or to leave behind (`+`)."""
         return tuple(row[1:] for row in self.body[1:] if row[:1] in (b" ", b"", mark))
+
+    @property
+    def lands(self) -> int:
+        """The line of the new file at which it says that it begins."""
+        found = _HUNK.match(self.body[0].decode(errors="replace")) if self.body else None
+        return int(found[3]) if found else 0
+
+    @property
+    def leading(self) -> int:
+        """Lines of context before its first change."""
+        rows = [row[:1] in (b" ", b"", b"\r") for row in self.body[1:]]
+        return rows.index(False) if False in rows else len(rows)
 
     def count(self, mark: bytes) -> int:
         """How many lines it adds (`+`) or removes (`-`)."""
@@ -172,7 +184,7 @@ class _Reader:
         elif self.begins and (hunk := _HUNK.match(line)):
             self._end_hunk()
             self.body, self.place = [raw], (int(hunk[1]), number)
-            self.left = [int(count) if count else 1 for count in (hunk[2], hunk[3])]
+            self.left = [int(count) if count else 1 for count in (hunk[2], hunk[4])]
             return
         self._end_hunk()  # what follows the last one is a mail's signature, or the next part
         if self.begins and not self.hunks:

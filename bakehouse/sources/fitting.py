@@ -37,6 +37,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 }
 """By what may be allowed, which words count as applying."""
 LOOSE = ("-C1",)
+_REDUCED = re.compile(r"Context reduced to \((\d+)/(\d+)\) to apply fragment at (\d+)")
 SHOWN = 3
 """Lines that differ, shown for a hunk."""
 MAX_LINE = 90
@@ -65,7 +66,9 @@ def try_patch(git: Git, repository: Path, tree: str, data: bytes, name: str) -> 
     """
     parts = read_diff(data, name)
     with tempfile.TemporaryDirectory(prefix="bakehouse-index-") as scratch:
-        trial = _Trial(git, repository, tree, {"GIT_INDEX_FILE": str(Path(scratch, "index"))})
+        trial = _Trial(
+            git, repository, tree, {"GIT_INDEX_FILE": str(Path(scratch, "index"))}, parts
+        )
         exact = trial.apply(data)
         back = trial.apply(data, "--reverse")
         if exact is not None and not exact:
@@ -83,7 +86,15 @@ def try_patch(git: Git, repository: Path, tree: str, data: bytes, name: str) -> 
 class _Trial:
     """A scratch index with one tree in it, on which diffs are tried."""
 
-    def __init__(self, git: Git, repository: Path, tree: str, extra: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        git: Git,
+        repository: Path,
+        tree: str,
+        extra: Mapping[str, str],
+        parts: Sequence[FilePart],
+    ) -> None:
+        self.parts = parts
         self.git = git
         self.repository = repository
         self.tree = tree
@@ -103,7 +114,7 @@ class _Trial:
         except GitFailed as error:
             self.why = error
             return None
-        return _notes(said)
+        return _notes(said, self.parts)
 
     def result(self, data: bytes, *how: str) -> str:
         """Apply it to the index and give the tree that results."""
@@ -129,21 +140,42 @@ class _Trial:
             return None
 
 
-def _notes(said: str) -> tuple[str, ...]:
-    """Offsets and reduced contexts in what git says, each with its file."""
-    found, file = [], ""
+def _notes(said: str, parts: Sequence[FilePart]) -> tuple[str, ...]:
+    """Offsets and reduced contexts in what git says, each with its file.
+
+    The offset is computed from where the hunk landed: with reduced context git's own is wrong.
+    """
+    found: list[str] = []
+    queue, part, last = list(parts), None, (0, 0)
+    file = ""
     for line in clean(said).splitlines():
         if checking := re.match(r"Checking patch (.+)\.\.\.$", line):
-            file = checking[1].partition(" => ")[2] or checking[1]
-        elif hunk := re.match(r"Hunk #(\d+) succeeded at (\d+) \(offset (-?\d+) lines?\)", line):
-            found.append(f"hunk {hunk[1]} of {file}: at line {hunk[2]}, offset {hunk[3]}")
-        elif less := re.match(
-            r"Context reduced to \((\d+)/(\d+)\) to apply fragment at (\d+)", line
-        ):
+            file, last = checking[1].partition(" => ")[2] or checking[1], (0, 0)
+            part = queue.pop(0) if queue else None
+        elif at := re.match(r"Hunk #(\d+) succeeded at (\d+) ", line):
+            last = (int(at[1]), int(at[2]))
+            found.append(_landed(file, part, *last))
+        elif less := _REDUCED.match(line):
+            before, after, place = map(int, less.groups())
+            if last[1] == place:  # what git said of this hunk just now counts what is left out
+                found.pop()
+                found += filter(None, [_landed(file, part, *last, kept=before)])
             found.append(
-                f"{file}:{less[3]}: only {less[1]} lines of context before it fit, {less[2]} after"
+                f"{file}:{place}: of its context {before} lines before and {after} after fit"
             )
     return tuple(found)
+
+
+def _landed(
+    file: str, part: FilePart | None, number: int, place: int, kept: int | None = None
+) -> str:
+    """Where a hunk landed, `kept` lines of context before it; empty where it says so itself."""
+    if part is None or number > len(part.hunks):
+        return f"hunk {number} of {file}: at line {place}"
+    hunk = part.hunks[number - 1]
+    begin = place - (0 if kept is None else hunk.leading - kept)
+    offset = begin - hunk.lands
+    return f"hunk {number} of {file}: at line {begin}, offset {offset:+}" if offset else ""
 
 
 def _part_by_part(trial: _Trial, parts: Sequence[FilePart]) -> Fit:

@@ -358,7 +358,7 @@ def test_a_table_over_all_recipes(ctx: Context) -> None:
     }  # fmt: skip
     assert rows["shifted"]["applies"] is False
     assert rows["away"]["applies"] is None
-    assert "hunk 1 of llama.cpp: at line 9, offset 2" in rows["shifted"]["notes"]
+    assert "hunk 1 of llama.cpp: at line 9, offset +2" in rows["shifted"]["notes"]
     verdicts = {c.id.removeprefix("patch."): c.verdict.value for c in done.checks}
     assert verdicts["small"] == "passed"
     assert verdicts["conflict"] == verdicts["shifted"] == "failed"
@@ -408,7 +408,7 @@ def test_a_recipe_allows_an_offset_for_its_own_patch(ctx: Context) -> None:
     variant(ctx, "shifted", {"llama.cpp": above}, "[{pr: 7}]")
     with pytest.raises(PatchError, match="applies only with offset") as caught:
         lock.run(ctx, lock.Options("shifted"))
-    assert "at line 9, offset 2" in caught.value.what
+    assert "at line 9, offset +2" in caught.value.what
     variant(ctx, "shifted", {"llama.cpp": above}, "[{pr: 7, allow: offset}]")
     lock.run(ctx, lock.Options("shifted"))
     assert tried(pin(ctx, 7, recipe="shifted"))["shifted"]["applies"] is True

@@ -1,0 +1,119 @@
+"""Real patches on the real tree of llama.cpp, as the package index ships it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bakehouse.commands import patch
+from bakehouse.context import Context
+from bakehouse.lock import ArchivePin, Lock
+from bakehouse.places import Places
+from bakehouse.ports.git import Git
+from bakehouse.recipe.load import find, load
+from bakehouse.resolve import ensure_lock
+from bakehouse.sources.fitting import Fit, try_patch
+from bakehouse.sources.tree import ensure_source, repository_of
+
+pytestmark = pytest.mark.integration
+
+PATCHES = Path(__file__).resolve().parents[1] / "data" / "patches"
+QUEUE = (PATCHES / "error-a-decode.patch").read_bytes()
+
+Try = Callable[[bytes], Fit]
+
+
+@pytest.fixture
+def kept(context: Context, test_cache: Path) -> Context:
+    """A context whose cache outlives the test run: the source is unpacked once."""
+    places = Places(test_cache / "cache", test_cache / "state")
+    return replace(context, places=places)
+
+
+@pytest.fixture
+def lock(kept: Context) -> Lock:
+    loaded = load(find("smollm2-cpu", kept.recipes))
+    return ensure_lock(kept, loaded, locked=True)
+
+
+@pytest.fixture
+def on_llama(kept: Context, lock: Lock) -> Try:
+    source = lock.source
+    assert isinstance(source, ArchivePin)
+    git = Git(kept.processes, kept.environment)
+    ensure_source(kept, git, source)
+    repository = repository_of(kept.places, source)
+    return lambda data: try_patch(git, repository, source.tree, data, "p")
+
+
+@pytest.mark.parametrize("path", sorted(PATCHES.glob("*.patch")), ids=lambda p: p.stem)
+def test_ours_apply(on_llama: Try, path: Path) -> None:
+    fit = on_llama(path.read_bytes())
+    assert (fit.word, fit.notes) == ("applies", ())
+    assert fit.tree
+
+
+def test_a_hunk_that_stands_elsewhere(on_llama: Try) -> None:
+    fit = on_llama(QUEUE.replace(b"@@ -308,6 +308,7 @@", b"@@ -300,6 +300,7 @@"))
+    assert fit.word == "applies with offset"
+    assert fit.notes == ("hunk 1 of tools/server/server-queue.cpp: at line 308, offset +8",)
+    assert fit.tree == on_llama(QUEUE).tree
+
+
+def test_context_that_differs_at_its_edge(on_llama: Try) -> None:
+    fit = on_llama(QUEUE.replace(b"// this will run the main", b"// this runs the main"))
+    assert fit.word == "applies with fuzz"
+    assert fit.notes == (
+        "tools/server/server-queue.cpp:309: of its context 2 lines before and 2 after fit",
+    )
+    assert fit.tree == on_llama(QUEUE).tree
+
+
+def test_context_that_differs_next_to_it(on_llama: Try) -> None:
+    fit = on_llama(
+        QUEUE.replace(b"        callback_update_slots();", b"        update_all_slots();")
+    )
+    assert fit.word == "conflicts"
+    assert fit.tree is None
+    assert fit.notes == (
+        "hunk 1 of 1 does not fit tools/server/server-queue.cpp:308",
+        "    tools/server/server-queue.cpp:310: the patch has          update_all_slots();",
+        "    tools/server/server-queue.cpp:310: the source has         callback_update_slots();",
+    )
+
+
+def test_what_the_tree_has_already(on_llama: Try) -> None:
+    text = QUEUE.decode().split("\n")
+    swapped = [
+        "-" + row[1:] if row.startswith("+        QUE") else row.replace("6 +308,7", "7 +308,6")
+        for row in text
+    ]
+    backwards = "\n".join(swapped).encode()
+    fit = on_llama(backwards)
+    assert (fit.word, fit.tree) == ("already upstream", None), "the line to take away is gone"
+
+
+def test_a_file_that_is_not_there(on_llama: Try) -> None:
+    fit = on_llama(QUEUE.replace(b"server-queue.cpp", b"server-line.cpp"))
+    assert fit.word == "conflicts"
+    assert "    tools/server/server-line.cpp is not in the source" in fit.notes
+
+
+def test_the_task_tries_it_on_every_llama_recipe(
+    kept: Context, on_llama: Try, tmp_path: Path
+) -> None:
+    """Recipes whose source is not here are unknown, never passed."""
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    for path in kept.recipes.glob("*"):
+        if path.is_file():
+            (folder / path.name).write_bytes(path.read_bytes())
+    ctx = replace(kept, recipes=folder)
+    done = patch.run(ctx, patch.Options(file=str(PATCHES / "error-a-decode.patch"), dry_run=True))
+    words = {row["recipe"]: row["result"] for row in done.result["tried"]}
+    assert {words[name] for name in words if name.startswith("smollm2")} == {"applies"}
+    assert words["glm-vision-mtp"] == words["glm-text"] == "unknown"
+    assert not (tmp_path / "patches").exists()

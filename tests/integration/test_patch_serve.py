@@ -1,0 +1,146 @@
+"""A recipe whose patch was judged unsound says so at every serve; all is real but the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bakehouse import cli
+from bakehouse.commands import serve as serve_command
+from bakehouse.patches.manifest import Manifest, PatchVerdict
+from bakehouse.places import Places
+from bakehouse.resolve import lock_path, read_lock
+from bakehouse.serve.control import folders, stop
+from bakehouse.sources.manifests import manifest_path, write_manifest
+from tests.integration.test_build_commands import pack
+from tests.integration.test_serve_commands import write
+from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
+from tests.support.filehost import serve_files
+from tests.support.small_engine import FILES
+
+pytestmark = pytest.mark.integration
+
+DIFF = b"--- a/ggml.c\n+++ b/ggml.c\n@@ -1 +1,2 @@\n+// more\n " + FILES["ggml.c"].encode()
+SHA = hashlib.sha256(DIFF).hexdigest()
+REPO = "ggml-org/llama.cpp"
+
+Invoke = Callable[..., tuple[int, dict[str, Any], str]]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A recipe with patch 7, whose diff lies beside its manifest."""
+    monkeypatch.setenv("BAKEHOUSE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(serve_command, "ensure_build", lambda *_: None)
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "model.gguf").write_bytes(gguf_bytes(llama_metadata(), [f32("a", 8, 4)]))
+    pack(folder / "source.tar.gz")
+    write(folder)
+    text = (folder / "tiny.yaml").read_text()
+    text = text.replace("number: 7}\n", "number: 7}\n  patches: [{pr: 7}]\n")
+    text = text.replace("{{ weights.model.first }}", "{{ weights.model.first }}", 1)
+    sha = hashlib.sha256((folder / "source.tar.gz").read_bytes()).hexdigest()[:9]
+    (folder / "tiny.yaml").write_text(text.replace(f"build=b7-{sha}", f"build=b7-{sha}-p{SHA[:7]}"))
+    known(tmp_path)
+    yield tmp_path
+    for one in folders(Places.from_environment()):
+        stop(one)
+
+
+def known(root: Path, *verdicts: PatchVerdict, **more: Any) -> None:
+    path = manifest_path(root / "patches", REPO, "7")
+    path.unlink(missing_ok=True)
+    made = Manifest(
+        id="7", pr=7, repo=REPO, source="https://example.org/7", status="pinned", sha256=SHA,
+        size=len(DIFF), date="2026-11-30T00:00:00Z", vendored="7.diff", verdicts=verdicts, **more,
+    )  # fmt: skip
+    write_manifest(path, made)
+    path.with_suffix(".diff").write_bytes(DIFF)
+
+
+def verdict(word: str, recipe: str = "tiny", base: str = "b", sha256: str = SHA) -> PatchVerdict:
+    return PatchVerdict.model_validate({
+        "recipe": recipe, "base": base, "sha256": sha256, "word": word, "date": "2026-11-30",
+        "reasons": ("2,661 lines of llama_decode[1]",),
+    })  # fmt: skip
+
+
+@pytest.fixture
+def invoke(home: Path, capsys: pytest.CaptureFixture[str]) -> Invoke:
+    def call(task: str, **options: Any) -> tuple[int, dict[str, Any], str]:
+        code = cli.main(task, options, json=True, recipes=home / "recipes")
+        out = capsys.readouterr()
+        return code, json.loads(out.out), out.err
+
+    return call
+
+
+def served(invoke: Invoke, **options: Any) -> tuple[list[str], dict[str, Any], str]:
+    """What is said of unsound patches: in the result, in the record's facts, on standard error."""
+    code, said, err = invoke("serve", recipe="tiny", **options)
+    assert said["error"] is None
+    assert code == 0
+    facts = json.loads(Path(said["result"]["record"]).read_text())["facts"]
+    invoke("stop", recipe="tiny")
+    return said["result"]["unsound_patches"], facts, err
+
+
+def test_an_experimental_patch_is_said_at_every_serve(home: Path, invoke: Invoke) -> None:
+    lines, facts, err = served(invoke)
+    assert lines == []
+    assert "unsound_patches" not in facts
+    assert [p["sha256"] for p in facts["patches"]["applied"]] == [SHA]
+    lock = read_lock(lock_path(home / "recipes" / "tiny.yaml"))
+    assert lock is not None
+    known(home, verdict("experimental", base=str(lock.base)))
+    for _ in range(2):
+        lines, facts, err = served(invoke)
+        (line,) = lines
+        assert line.startswith(f"EXPERIMENTAL patch {REPO}#7: 2,661 lines of llama_decode[1]")
+        assert line in err
+        assert facts["unsound_patches"][0]["verdict"]["word"] == "experimental"
+    known(home, verdict("clean", base=str(lock.base)), experimental=True)
+    assert served(invoke)[0] == [], "measured here, and clean"
+    known(home, verdict("experimental", sha256="c" * 64))
+    assert served(invoke)[0] == [], "of another diff"
+    known(home, verdict("harmful", recipe="other"))
+    assert served(invoke)[0][0].startswith("HARMFUL patch")
+    known(home, experimental=True, notes="heads past the first\ngo on failing\n\nmore\n")
+    (line,) = served(invoke)[0]
+    assert "heads past the first go on failing (no verdict with tiny yet)" in line
+
+
+def test_a_run_without_the_patch_says_nothing_of_it(home: Path, invoke: Invoke) -> None:
+    known(home, experimental=True)
+    recipe = home / "recipes" / "tiny.yaml"
+    invoke("lock", recipe="tiny")
+    sha = hashlib.sha256((home / "recipes" / "source.tar.gz").read_bytes()).hexdigest()[:9]
+    command = "--fault build=b7-" + sha
+    text = recipe.read_text().replace(f"{command}-p{SHA[:7]}", command)
+    recipe.write_text(text)
+    lines, facts, _ = served(invoke, no_patch=["7"])
+    assert lines == []
+    assert facts["patches"] == {
+        "applied": [], "added_for_this_run": [], "left_out_of_this_run": ["7"],
+    }  # fmt: skip
+    code, said, _ = invoke("serve", recipe="tiny")
+    assert code != 0, "the server of the whole recipe is another build"
+    assert "build" in {c["id"] for c in said["checks"] if c["verdict"] != "passed"}
+
+
+def test_the_addresses_of_diffs_stay_secret_where_they_hold_tokens(
+    home: Path, invoke: Invoke
+) -> None:
+    with serve_files() as files:
+        files.put("/x.diff?token=ghp_abcdefghijklmnopqrstuvwxyz0123456789", DIFF)
+        url = files.at("/x.diff?token=ghp_abcdefghijklmnopqrstuvwxyz0123456789")
+        code, said, _ = invoke("patch", url=url)
+    assert code == 0
+    text = json.dumps(said) + manifest_path(home / "patches", REPO, "x").read_text()
+    assert "ghp_abc" not in text
