@@ -127,8 +127,15 @@ def is_loopback(url: str) -> bool:
 
 def _next_hop(url: str, location: str) -> str:
     """Where a redirect leads; Unreachable where it must not be followed."""
-    there = urljoin(url, location)
-    before, after = urlsplit(url).scheme, urlsplit(there).scheme
+    try:
+        there = urljoin(url, location)
+        parts = urlsplit(there)
+        good = parts.port != 0 and len(parts.hostname or "") < 254 and there.isascii()
+    except ValueError:
+        good = False
+    if not good:
+        raise Unreachable("redirected to an address that is none")
+    before, after = urlsplit(url).scheme, parts.scheme
     if after not in ("http", "https") or (before == "https" and after == "http"):
         raise Unreachable(f"redirected from {before} to {after}, which is not followed")
     return there
@@ -269,6 +276,13 @@ def ask(
     return outcome[0]
 
 
+def _above(announced: str, limit: int) -> bool:
+    """Whether a length is a number above a limit, however many digits it has."""
+    if not (announced.isascii() and announced.isdigit()):
+        return False
+    return len(announced) > 18 or int(announced) > limit
+
+
 def _ask(
     method: str,
     url: str,
@@ -285,7 +299,7 @@ def _ask(
     ) as response:  # fmt: skip
         too_long = Unreachable(f"the answer is longer than {max_bytes:,} bytes")
         announced = response.headers.get("Content-Length", "")
-        if announced.isdigit() and int(announced) > max_bytes and method != "HEAD":
+        if _above(announced, max_bytes) and method != "HEAD":
             raise too_long
         body = bytearray()
         for chunk in response.iter_content(CHUNK):

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bakehouse.checks import Check, Verdict, check
+from bakehouse.probe.fluent import flaws
 from bakehouse.probe.reply import Said, split_thoughts
-from bakehouse.probe.text import holds, lists, loops, normal, without_echo
+from bakehouse.probe.text import asserted, holds, lists, loops, normal, without_echo
 from bakehouse.recipe.gate import Question
 from bakehouse.records.model import Answer
 
@@ -75,8 +76,7 @@ def _look_in(
             return Judgement("right", f"'{matched}' in the {place}", place)
         if why_not:
             reasons.append(f"the {place} {why_not}")
-    wanted = " or ".join(question.answers)
-    return Judgement("wrong", "; ".join(reasons) or f"no '{wanted}' in it")
+    return Judgement("wrong", "; ".join(reasons) or f"no '{question.answers[0]}' in it")
 
 
 def never_started(said: Said, answer: str, asked_tokens: int) -> bool:
@@ -95,7 +95,7 @@ def find_answer(
 ) -> tuple[str | None, str | None]:
     """Give the known answer that a text holds; or None, and what speaks against the text."""
     said = without_echo(normal(text), normal(question.ask))
-    matched = _answer_in(said, question)
+    matched = _answer_in(asserted(said), question)
     if matched is None:
         return None, None
     if loops(normal(text)):
@@ -150,6 +150,7 @@ def gate(
     same = _same_text(questions, answers)
     if len(questions) < 2:
         return (enough,)
+    form = _form(suite, answers)
     heard = sum(a.verdict in ("right", "wrong") for a in answers)
     different = check(
         f"probe.{suite}.distinct",
@@ -158,7 +159,31 @@ def gate(
         _quote(same[0]) if same else evidence(answers, True),
         ok=False if same else (True if heard >= 2 else None),
     )
-    return enough, different
+    return (enough, different, *form)
+
+
+ILL_FORMED = frozenset({"control-token", "broken-characters", "mixed-scripts"})
+"""What no answer shows, however short it is. One may; several are the template's or the engine's."""
+
+
+def _form(suite: str, answers: Sequence[Answer]) -> tuple[Check, ...]:
+    """Judge what stands around the answers; a check only where there is something to say."""
+    found = [
+        (answer, flaw.what)
+        for answer in answers
+        for flaw in flaws(split_thoughts(answer.content)[0])
+        if flaw.id in ILL_FORMED
+    ]
+    ill = {id(answer) for answer, _ in found}
+    if len(ill) < 2:
+        return ()
+    first, what = found[0]
+    return (
+        check(
+            f"probe.{suite}.form", "answers and nothing that belongs to no answer",
+            f"{len(ill)} answers are ill formed: {what}", _quote(first), ok=False,
+        ),
+    )  # fmt: skip
 
 
 def _same_text(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Answer]:

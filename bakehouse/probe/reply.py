@@ -108,14 +108,16 @@ def _read(data: Any, mode: Literal["chat", "completion"]) -> tuple[str, str, str
 def _parse(reply: Reply) -> Any:
     """Parse the body."""
     start = reply.body.lstrip()[:200].lower()
+    if reply.status in range(300, 400):
+        raise _Bad(f"a redirect to {_short(_location(reply))}, which no question follows")
     if not start:
         raise _Bad("the answer is empty")
-    if start.startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
+    if start.startswith((b"<!doctype", b"<html", b"<head", b"<?xml", b"<!--")):
         raise _Bad(f"HTML in place of JSON: {_short(_title(reply.text))}")
     if start.startswith((b"data:", b"event:")):
         raise _Bad("a stream of events where one JSON document was asked for")
     try:
-        text = reply.body.decode()
+        text = reply.body.decode("utf-8-sig")
         return json.loads(text)
     except UnicodeDecodeError as error:
         raise _Bad(f"the answer is not UTF-8 (byte {error.start})") from None
@@ -126,6 +128,10 @@ def _parse(reply: Reply) -> Any:
         raise _Bad(f"the answer is {how} JSON: {_short(text)}") from None
     except ValueError as error:
         raise _Bad(f"the answer is JSON that cannot be read: {error}") from None
+
+
+def _location(reply: Reply) -> str:
+    return next((v for k, v in reply.headers.items() if k.lower() == "location"), "nowhere")
 
 
 def _at_end(error: json.JSONDecodeError) -> bool:
@@ -190,14 +196,14 @@ def _short(text: str) -> str:
     return flat if len(flat) <= 160 else f"{flat[:157]}..."
 
 
-_TAG = r"think|thinking|thought|reasoning"
+_TAG = r"(?:\w{1,20}:)?(?:think|thinking|thought|reasoning)"
 _OPEN = re.compile(
-    rf"<(?:{_TAG})>|◁think▷|<\|channel\|>analysis|(?:\A\s*(?:<\|\w+\|>\s*)*to=self\b)",
+    rf"<(?:{_TAG})>|\[THINK\]|◁think▷|<\|channel\|>analysis|<\|channel>thought|(?:\A\s*(?:<\|\w+\|>\s*)*to=self\b)",
     re.IGNORECASE,
 )
-_CLOSE = re.compile(rf"</(?:{_TAG})>|◁/think▷", re.IGNORECASE)
+_CLOSE = re.compile(rf"</(?:{_TAG})>|\[/THINK\]|◁/think▷", re.IGNORECASE)
 _CLOSE_OPENED = re.compile(
-    rf"{_CLOSE.pattern}|<\|channel\|>final(?:<\|message\|>)?|<\|eom\|>|\bto=user\b", re.IGNORECASE
+    rf"{_CLOSE.pattern}|<\|channel\|>final(?:<\|message\|>)?|<channel\|>|<\|eom\|>|\bto=user\b", re.IGNORECASE
 )
 
 

@@ -17,7 +17,9 @@ _ALIKE = str.maketrans({
 })  # fmt: skip
 """Dashes and apostrophes as one; the marks of Markdown and LaTeX left out."""
 
-_TAG = re.compile(r"</?[a-z][^<>]{0,40}>")
+_INLINE = re.compile(r"</?(?:sub|sup|b|i|em|strong|u|code|span|mark|small|font)(?: [^<>]{0,40})?>")
+"""Tags that may stand within a word; any other one parts two words."""
+_TAG = re.compile(r"</?[a-z|][^<>]{0,40}>")
 _LATEX = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it|sf)|boxed|ce|rm)(?![a-z])")
 _SPACE = re.compile(r"\s+")
 
@@ -41,12 +43,32 @@ def normal(text: str) -> str:
 
     H₂O, H2O, `H<sub>2</sub>O`, `$\mathrm{H}_2\mathrm{O}$` and **H2O** all become h2o.
     """
-    text = unicodedata.normalize("NFKC", text.translate(_SUPERSCRIPTS)).casefold()
+    text = _few_marks(text.translate(_SUPERSCRIPTS))
+    text = unicodedata.normalize("NFKC", text).casefold()
     text = unicodedata.normalize("NFKC", text)
-    text = _LATEX.sub("", _TAG.sub("", text)).translate(_ALIKE)
+    text = _TAG.sub(" ", _INLINE.sub("", text))
+    text = _LATEX.sub("", text).translate(_ALIKE)
     if not text.isascii():
         text = "".join(map(_plain_char, text))
     return _SPACE.sub(" ", text).strip()
+
+
+MARKS = 30
+"""Combining marks on one letter that are looked at: no writing has more (the Unicode Standard's
+Stream-Safe Text Format, UAX 15), and to order a longer run takes the square of its length."""
+
+
+def _few_marks(text: str) -> str:
+    """Cut runs of combining marks."""
+    if text.isascii():
+        return text
+    kept: list[str] = []
+    run = 0
+    for char in text:
+        run = run + 1 if unicodedata.combining(char) else 0
+        if run <= MARKS:
+            kept.append(char)
+    return "".join(kept)
 
 
 def _plain_char(char: str) -> str:
@@ -95,6 +117,19 @@ def _in_word(char: str) -> bool:
     if _SPACELESS.match(char):
         return False
     return char.isalnum() or unicodedata.category(char).startswith("M")
+
+
+_DENIED = re.compile(
+    r"\b(?:is|are|was|were|'s|it|certainly|definitely|ist|sind|war|est|es|era) ?"
+    r"(?:not|n't|nicht|kein|keine|pas|no) (?:(?:the|a|an|der|die|das|el|la|le) )?(?!only\b|just\b)"
+    r"[\w^]+|\b(?:isn't|aren't|wasn't|weren't) (?:the |a )?[\w^]+"
+    r"|\bwhether (?:or not )?(?:it|this|that) is (?:the |a )?[\w^]+"
+)
+
+
+def asserted(text: str) -> str:
+    """Give a normal text without the words that it denies, or only wonders about."""
+    return _DENIED.sub(" . ", text)
 
 
 ECHO = 4

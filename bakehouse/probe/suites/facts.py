@@ -8,7 +8,8 @@ from dataclasses import replace
 from bakehouse.checks import Verdict
 from bakehouse.probe import facts
 from bakehouse.probe.ask import Asker, first_budget, larger_budget
-from bakehouse.probe.judge import Judgement, gate, judge, overall, tally
+from bakehouse.probe.fluent import flaws
+from bakehouse.probe.judge import Judgement, gate, judge, never_started, overall, tally
 from bakehouse.probe.reply import Said
 from bakehouse.probe.suite import Suite
 from bakehouse.probe.talk import Talk
@@ -26,12 +27,15 @@ def ask(talk: Talk, given: Given) -> tuple[Answer, ...]:
     asker = Asker(talk, given.probe.request)
     answers: list[Answer] = []
     lost = 0
+    cut_off = True
     with talk.progress.bar("probe", "questions") as bar:
         for number, question in enumerate(asked):
             others = [q for q in asked if q is not question]
             if lost < GIVE_UP_AFTER:
-                answer, is_lost = one(asker, given, question, others)
+                answer, is_lost = one(asker, given, question, others, cut_off=cut_off)
                 lost = lost + 1 if is_lost else 0
+                # A model that was given more room and is wrong all the same gets no more of it.
+                cut_off = cut_off and not (answer.retried and answer.verdict == "wrong")
             else:
                 said = Said(problem=f"not asked, after {lost} questions in a row without an answer")
                 answer = _answer(question, said, judge(question, said))
@@ -41,18 +45,23 @@ def ask(talk: Talk, given: Given) -> tuple[Answer, ...]:
 
 
 def one(
-    asker: Asker, given: Given, question: Question, others: Sequence[Question]
-) -> tuple[Answer, bool]:
+    asker: Asker, given: Given, question: Question, others: Sequence[Question], *,
+    cut_off: bool = True,
+) -> tuple[Answer, bool]:  # fmt: skip
     """Ask one question, a second time with more room if the budget ended before the answer.
 
-    Gives the answer, and whether the connection or an overloaded server was at fault.
+    With `cut_off` also if it ended within a text that is well formed, and holds no answer yet: many
+    a model thinks aloud without a mark, or begins with courtesies. Gives the answer, and whether
+    the connection or an overloaded server was at fault.
     """
     budget = first_budget(question, given.probe.request)
     said = asker.ask(question)
     judged = judge(question, said, others, asked_tokens=budget)
+    larger = larger_budget(budget, given.endpoint.context)
+    if judged.verdict == "wrong" and cut_off and larger and _was_cut_off(question, said, budget):
+        return _with_more_room(asker, question, others, (said, judged), (budget, larger))
     if judged.verdict != "never started":
         return _answer(question, said, judged), said.lost
-    larger = larger_budget(budget, given.endpoint.context)
     if larger is None:
         why = f"{judged.why}; the context has no room for more than {budget} tokens"
         return _answer(question, said, replace(judged, why=why)), False
@@ -63,6 +72,29 @@ def one(
         return _answer(question, said, replace(judged, why=why), retried=True), again.lost
     why = f"{judged_again.why} (asked again with {larger} tokens, {budget} were too few)"
     return _answer(question, again, replace(judged_again, why=why), retried=True), False
+
+
+def _was_cut_off(question: Question, said: Said, budget: int) -> bool:
+    """Whether a good text ended with its budget; one that goes on with a text always does."""
+    if question.mode == "completion" or not never_started(said, "", budget):
+        return False
+    return not flaws("\n".join(filter(None, (said.reasoning, said.content))))
+
+
+def _with_more_room(
+    asker: Asker, question: Question, others: Sequence[Question],
+    first: tuple[Said, Judgement], budgets: tuple[int, int],
+) -> tuple[Answer, bool]:  # fmt: skip
+    """Ask once more. Only a text that came to its own end counts: a long one holds many words."""
+    before, larger = budgets
+    again = asker.ask(question, larger)
+    judged = judge(question, again, others, asked_tokens=larger)
+    ended = not never_started(again, "", larger)
+    if judged.verdict == "unanswered" or (judged.verdict == "right" and not ended):
+        said, judged = first
+        return _answer(question, said, judged, retried=True), again.lost
+    why = f"{judged.why} (asked again with {larger} tokens, {before} were too few)"
+    return _answer(question, again, replace(judged, why=why), retried=True), False
 
 
 def _answer(question: Question, said: Said, judged: Judgement, *, retried: bool = False) -> Answer:
