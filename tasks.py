@@ -224,6 +224,7 @@ def stop(
 @_task(
     recipe=f"{RECIPE}, whose server runs",
     set_=SET,
+    instance="which of several servers of this recipe, as serve --instance named it",
     url="any OpenAI-compatible server, e.g. http://127.0.0.1:8000",
     model="the model to ask for (default: the first that the server lists)",
     api_key_env="the environment variable that holds the API key",
@@ -233,6 +234,7 @@ def probe(
     _: Context,
     recipe: str | None = None,
     set_: Flags = None,
+    instance: str | None = None,
     url: str | None = None,
     model: str | None = None,
     api_key_env: str | None = None,
@@ -247,6 +249,7 @@ def probe(
 @_task(
     recipe=f"{RECIPE}, whose server runs",
     set_=SET,
+    instance="which of several servers of this recipe, as serve --instance named it",
     url="any OpenAI-compatible server, e.g. http://127.0.0.1:8000",
     model="the model to ask for (default: the first that the server lists)",
     api_key_env="the environment variable that holds the API key",
@@ -258,6 +261,7 @@ def watch(
     _: Context,
     recipe: str | None = None,
     set_: Flags = None,
+    instance: str | None = None,
     url: str | None = None,
     model: str | None = None,
     api_key_env: str | None = None,

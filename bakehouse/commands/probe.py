@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from bakehouse.checks import Verdict, check, not_passed
+from bakehouse.commands.servers import server_name
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, LockError, NotCorrect, NotHealthy, UsageError
 from bakehouse.outcome import Outcome
@@ -17,7 +18,7 @@ from bakehouse.probe.ask import served
 from bakehouse.probe.golden import known_of, write_golden
 from bakehouse.probe.prove import answer_lines, explain, prove
 from bakehouse.probe.types import Endpoint, Known, Proof
-from bakehouse.recipe.gate import Probe
+from bakehouse.recipe.gate import Probe, SuiteName
 from bakehouse.recipe.load import find, load
 from bakehouse.records.store import Run
 from bakehouse.resolve import lock_path, read_lock
@@ -32,6 +33,8 @@ class Options:
 
     recipe: str = ""
     set_: tuple[str, ...] = ()
+    instance: str = ""
+    """Which of several servers of the recipe."""
     url: str = ""
     model: str = ""
     api_key_env: str = ""
@@ -115,7 +118,9 @@ def _judge(ctx: Context, target: Target, run: Run, known: Known | None) -> Proof
             endpoint = identify_any(ctx, target.endpoint, run)
     run.fact("model", endpoint.model)
     with run.step("probe"):
-        proof = prove(ctx, endpoint, target.probe, known=known)
+        # Nobody asked for probabilities of a stranger's server: a proxy may well hide them.
+        spare: tuple[SuiteName, ...] = () if target.server else ("likelihood",)
+        proof = prove(ctx, endpoint, target.probe, known=known, spare=spare)
     run.answers(proof.answers)
     run.suites(suite.record() for suite in proof.suites)
     run.checks(proof.checks)
@@ -141,8 +146,9 @@ def target_of(ctx: Context, options: Options) -> Target:
         if options.model or options.api_key_env:
             raise UsageError("--model and --api-key-env belong to --url")
         return _ours(ctx, options)
-    if options.set_ or options.accept_golden:
-        flag = "--set" if options.set_ else "--accept-golden"
+    ours = {"--set": options.set_, "--accept-golden": options.accept_golden,
+            "--instance": options.instance}  # fmt: skip
+    if flag := next((flag for flag, given in ours.items() if given), None):
         raise UsageError(f"{flag} belongs to --recipe")
     headers = _key_header(ctx, options.api_key_env)
     endpoint = Endpoint(_base_url(options.url), options.model or None, headers)
@@ -154,16 +160,17 @@ def _ours(ctx: Context, options: Options) -> Target:
     """Find the running server of a recipe. Raises NotHealthy where it does not run."""
     loaded = load(find(options.recipe, ctx.recipes), options.set_)
     recipe = loaded.recipe
-    folder = ctx.places.servers / recipe.name
+    name = server_name(recipe.name, options.instance)
+    folder = ctx.places.servers / name
     seen = look(folder)
     state = seen.state
     says = state.ended.says if state and state.ended else "it never ran"
     how = f"it is {seen.word}" if seen.alive else says
     if not seen.alive or state is None or state.server is None or not state.port:
         raise NotHealthy(
-            f"no server of '{recipe.name}' answers: {how}",
+            f"no server of '{name}' answers: {how}",
             where=str(folder),
-            hint=f"invoke serve --recipe {options.recipe} starts it",
+            hint=f"invoke serve --recipe {options.recipe}{_instance_flag(options)} starts it",
         )
     key = kept_key(folder)
     server = running(folder, state, recipe.engine, key)
@@ -183,6 +190,10 @@ def _ours(ctx: Context, options: Options) -> Target:
             )  # fmt: skip
         probe = _without_golden(probe)
     return Target(endpoint, probe, recipe.name, recipe.secrets, server, known)
+
+
+def _instance_flag(options: Options) -> str:
+    return f" --instance {options.instance}" if options.instance else ""
 
 
 def _without_golden(probe: Probe) -> Probe:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from bakehouse.base import digest
 from bakehouse.build.ensure import ensure as ensure_build
 from bakehouse.commands.planned import build_lines, serve_lines
+from bakehouse.commands.servers import server_name
 from bakehouse.context import Context
 from bakehouse.engines.engine import Asked
 from bakehouse.engines.llamacpp.server import Features
@@ -71,10 +71,6 @@ class Options:
     no_patch: tuple[str, ...] = ()
     allow: str = ""
 
-    def server_name(self, recipe: str) -> str:
-        """Name of the server's folder; no recipe's name holds an `@`."""
-        return f"{recipe}@{self.instance}" if self.instance else recipe
-
 
 @dataclass(frozen=True)
 class Wanted:
@@ -103,11 +99,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     recipe = loaded.recipe
     key = api_key(ctx, loaded)
     parse_port(options.port)
-    if options.instance and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,31}", options.instance):
-        raise UsageError(
-            f"'{options.instance}' cannot be an instance's name",
-            hint="lower-case letters, digits, '.', '_' and '-', at most 32 of them",
-        )
+    server_name(recipe.name, options.instance)
     if options.watch:
         _read_watch(options)
     if options.dry_run:
@@ -153,9 +145,8 @@ def _read_watch(options: Options) -> None:
     """Refuse a watch that could not begin, before anything is built. Raises UsageError."""
     from bakehouse.commands import watch  # it serves as well, where it is told to restart
 
-    other = [f"--{n}" for n in ("foreground", "instance") if getattr(options, n)]
-    if other:
-        raise UsageError(f"--watch and {other[0]} do not go together",
+    if options.foreground:
+        raise UsageError("--watch and --foreground do not go together",
                          hint="serve it, then: invoke watch --recipe NAME")  # fmt: skip
     watch.read_wish(watch.Options(recipe=options.recipe, every=options.watch))
 
@@ -165,7 +156,9 @@ def _watch(ctx: Context, options: Options, ready: Outcome) -> Outcome:
     from bakehouse.commands import watch
 
     ctx.progress.say(f"READY   {ready.result['url']}, watched every {options.watch}")
-    asked = watch.Options(recipe=options.recipe, set_=options.set_, every=options.watch)
+    asked = watch.Options(
+        recipe=options.recipe, set_=options.set_, instance=options.instance, every=options.watch
+    )
     seen = watch.run(ctx, asked)
     return Outcome(
         {**ready.result, "watch": seen.result}, f"{ready.text}\n{seen.text}", ready.checks,
@@ -180,7 +173,7 @@ def wanted_server(
     here = survey(ctx, loaded.recipe, lock)
     port = parse_port(options.port)
     plan, asked = make_plan(loaded, lock, here, ctx.places, host=options.host or None, port=port)
-    folder = ctx.places.servers / options.server_name(loaded.recipe.name)
+    folder = ctx.places.servers / server_name(loaded.recipe.name, options.instance)
     return Wanted(loaded, lock, plan.build, plan.serve, asked, key, folder)
 
 

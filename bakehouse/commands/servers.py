@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,16 @@ from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, NotFound, UsageError
 from bakehouse.redact import clean
 from bakehouse.serve.control import Seen, folders
+
+
+def server_name(recipe: str, instance: str) -> str:
+    """Name a server's folder; no recipe's name holds an `@`. Raises UsageError."""
+    if instance and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,31}", instance):
+        raise UsageError(
+            f"'{instance}' cannot be an instance's name",
+            hint="lower-case letters, digits, '.', '_' and '-', at most 32 of them",
+        )
+    return f"{recipe}@{instance}" if instance else recipe
 
 
 def folder_of(ctx: Context, recipe: str) -> Path:

@@ -35,6 +35,8 @@ class Options:
 
     recipe: str = ""
     set_: tuple[str, ...] = ()
+    instance: str = ""
+    """Which of several servers of the recipe."""
     url: str = ""
     model: str = ""
     api_key_env: str = ""
@@ -223,7 +225,8 @@ class Watch:
         if self._target.server:
             self._did(stop(self._target.server.folder).says, record)
         port = self._target.server.port if self._target.server else 0
-        asked = serving.Options(self._options.recipe, self._options.set_, str(port), locked=True)
+        asked = serving.Options(self._options.recipe, self._options.set_, str(port), locked=True,
+                                instance=self._options.instance)  # fmt: skip
         try:
             ready = serving.run(self._ctx, asked)
             self._target = probing.target_of(self._ctx, _probe_options(self._options))
@@ -256,6 +259,6 @@ class Watch:
 
 def _probe_options(options: Options) -> probing.Options:
     return probing.Options(
-        recipe=options.recipe, set_=options.set_, url=options.url, model=options.model,
-        api_key_env=options.api_key_env,
+        recipe=options.recipe, set_=options.set_, instance=options.instance, url=options.url,
+        model=options.model, api_key_env=options.api_key_env,
     )  # fmt: skip

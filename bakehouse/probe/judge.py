@@ -163,7 +163,7 @@ def gate(
 
 
 ILL_FORMED = frozenset({"control-token", "broken-characters", "mixed-scripts"})
-"""What no answer shows, however short it is. One may; several are the template's or the engine's."""
+"""What no answer shows, however short it is; one may, several are a fault of the server."""
 
 
 def _form(suite: str, answers: Sequence[Answer]) -> tuple[Check, ...]:

@@ -203,7 +203,8 @@ _OPEN = re.compile(
 )
 _CLOSE = re.compile(rf"</(?:{_TAG})>|\[/THINK\]|◁/think▷", re.IGNORECASE)
 _CLOSE_OPENED = re.compile(
-    rf"{_CLOSE.pattern}|<\|channel\|>final(?:<\|message\|>)?|<channel\|>|<\|eom\|>|\bto=user\b", re.IGNORECASE
+    rf"{_CLOSE.pattern}|<\|channel\|>final(?:<\|message\|>)?|<channel\|>|<\|eom\|>|\bto=user\b",
+    re.IGNORECASE,
 )
 
 

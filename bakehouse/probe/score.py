@@ -25,7 +25,9 @@ FLOOR = -104.0
 SLACK = 1e-3
 """So far above 0 a log-probability may be by rounding."""
 BIAS = 1000.0
-"""Added to the wanted token's logit: more than any two logits differ by."""
+"""Added to the wanted token's logit: more than any two logits of a sound model differ by."""
+STRONGER = 1e30
+"""More than any two finite logits differ by."""
 
 Trouble = Literal["unable", "lost", "numbers", "reply"]
 Top = tuple[tuple[int, float], ...]
@@ -180,10 +182,27 @@ def _one_by_one(talk: Talk, tokens: Sequence[int], top: int) -> Scored:
             except _NoNumber as error:
                 return Scored(problem=f"token {place}: {error}", trouble="numbers")
             if row.get("id") != tokens[place]:
-                return Scored(problem="the server would not take a forced token", trouble="unable")
+                return _refused(talk, body, tokens[place], place)
             rows.append(row)
             bar.update(place, len(tokens) - 1)
     return _read(tokens, rows, top, "logit_bias")
+
+
+def _refused(talk: Talk, body: dict[str, Any], wanted: int, place: int) -> Scored:
+    """Say why a token was not taken: a server that forces none, or logits that are no model's.
+
+    What `BIAS` does not bring about and `STRONGER` does is a difference of logits that only broken
+    weights make.
+    """
+    told = talk.post("/completion", {**body, "logit_bias": [[wanted, STRONGER]]}, tokens=place)
+    try:
+        taken = told.problem is None and _rows(told)[0].get("id") == wanted
+    except _NoUse:
+        taken = False
+    if taken:
+        why = f"token {place}: another one is more than {BIAS:g} nats likelier than the text's own"
+        return Scored(problem=why, trouble="numbers")
+    return Scored(problem="the server would not take a forced token", trouble="unable")
 
 
 def _read(tokens: Sequence[int], rows: Sequence[dict[str, Any]], top: int, how: str) -> Scored:

@@ -69,7 +69,7 @@ class Request(Frozen):
 class Fluency(Frozen):
     """The suite that lets the model write at length and looks for degenerate output."""
 
-    max_tokens: Annotated[Whole, Field(ge=16)] = 96
+    max_tokens: Annotated[Whole, Field(ge=16)] = 64
     """For each text that it writes."""
     texts: Annotated[Whole, Field(ge=1, le=4)] = 1
     """How many texts it writes."""
@@ -91,8 +91,9 @@ class Likelihood(Frozen):
 class Reference(Frozen):
     """The suite that holds greedy tokens and their probabilities against a reference run."""
 
-    agreement: Annotated[Number, Field(gt=0, le=1)] = 0.9
-    """Share of positions at which the most likely token must be the same."""
+    agreement: Annotated[Number, Field(gt=0, le=1)] | None = None
+    """Share of positions at which the most likely token must be the same; by default what was
+    measured."""
     divergence: Annotated[Number, Field(gt=0)] | None = None
     """Mean Kullback-Leibler divergence from the reference that is borne, in nats; by default what
     was measured."""

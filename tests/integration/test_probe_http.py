@@ -149,12 +149,13 @@ def test_a_model_that_never_stops_thinking_is_called_that_and_not_wrong(context:
 def test_the_second_budget_is_larger_and_stays_within_the_context(context: Context) -> None:
     with fake.serving(fake.thinks(500)) as server:
         prove(context, Endpoint(server.url), Probe(), patience=HASTY)
-        assert [b["max_tokens"] for b in server.asked[:2]] == [64, 2048]
+        assert [b["max_tokens"] for b in server.asked[:2]] == [20, 2048]
     with fake.serving(fake.thinks(500)) as server:
         prove(context, Endpoint(server.url, context=1024), Probe(), patience=HASTY)
-        assert [b["max_tokens"] for b in server.asked[:2]] == [64, 768]
+        assert [b["max_tokens"] for b in server.asked[:2]] == [20, 768]
     with fake.serving(fake.thinks(500)) as server:
-        proof = prove(context, Endpoint(server.url, context=256), Probe(), patience=HASTY)
+        probe = Probe(request=Request(max_tokens=64))
+        proof = prove(context, Endpoint(server.url, context=256), probe, patience=HASTY)
         assert len(server.asked) == 8
         assert "no room" in proof.answers[0].why
 

@@ -216,7 +216,7 @@ class TestGolden:
 
     def test_taken_from_one_server_and_found_again_by_the_next(self, tmp_path: Path) -> None:
         known = replace(KNOWN, goldens=tmp_path / "golden")
-        server = Scripted(Llama(lambda place: -1.5 - (place % 3) / 10))
+        server = Scripted(Llama(lambda place: -1.5 - (place % 7) / 10))
         path = write_golden(known, take_golden(server, endpoint(), known, version="b1"))
         assert path == tmp_path / "golden" / f"{'a' * 16}-f16.json"
         assert len(path.read_text().splitlines()) < 600

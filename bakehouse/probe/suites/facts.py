@@ -19,6 +19,8 @@ from bakehouse.records.model import Answer, SuiteVerdict
 
 GIVE_UP_AFTER = 2
 """So many questions in a row that no connection answered, and the rest is not asked."""
+SHORT = 20
+"""Tokens of the first try, where a recipe names no number: enough for each of these answers."""
 
 
 def ask(talk: Talk, given: Given) -> tuple[Answer, ...]:
@@ -54,10 +56,15 @@ def one(
     a model thinks aloud without a mark, or begins with courtesies. Gives the answer, and whether
     the connection or an overloaded server was at fault.
     """
-    budget = first_budget(question, given.probe.request)
-    said = asker.ask(question)
+    request = given.probe.request
+    budget = first_budget(question, request)
+    if "max_tokens" not in request.model_fields_set:
+        budget = min(budget, SHORT)
+    said = asker.ask(question, budget)
     judged = judge(question, said, others, asked_tokens=budget)
     larger = larger_budget(budget, given.endpoint.context)
+    if larger is None and budget < request.max_tokens and question.mode == "chat":
+        larger = request.max_tokens
     if judged.verdict == "wrong" and cut_off and larger and _was_cut_off(question, said, budget):
         return _with_more_room(asker, question, others, (said, judged), (budget, larger))
     if judged.verdict != "never started":
@@ -124,8 +131,13 @@ def conclude(answers: Sequence[Answer], given: Given) -> SuiteProof:
     hint = None
     seen = overall(checks)
     unanswered = [a for a in answers if a.verdict == "unanswered"]
+    right = [a for a in answers if a.verdict == "right"]
+    if right and not any(a.content.strip() for a in right):
+        summary += "; the content is empty, all answers stand in the reasoning"
     if seen is Verdict.FAILED:
         verdict = "wrong"
+        if checks[0].passed:
+            summary += next(f"; {c.observed}" for c in checks if c.verdict is Verdict.FAILED)
     elif seen is Verdict.UNKNOWN and unanswered:
         verdict = "unstable"
         summary = f"{summary}; {unanswered[0].why}"

@@ -11,7 +11,7 @@ from bakehouse.probe.judge import never_started
 from bakehouse.probe.reply import Said, split_thoughts
 from bakehouse.probe.suite import Suite
 from bakehouse.probe.talk import Talk
-from bakehouse.probe.text import tokens
+from bakehouse.probe.text import normal, tokens, without_echo
 from bakehouse.probe.types import Given, SuiteProof
 from bakehouse.recipe.gate import Question
 from bakehouse.records.model import Answer, SuiteVerdict
@@ -127,13 +127,16 @@ def judged(wrote: Wrote, mode: str = "chat") -> Answer:
     """Judge one text."""
     said, verdict, why = wrote.said, "right", ""
     text = _text(said)
+    words = len(tokens(text))
     if said.problem is not None:
         verdict, why = "unanswered", said.problem
     elif not text.strip() and never_started(said, "", wrote.asked):
         verdict, why = "never started", f"{wrote.asked} tokens ended before any text"
     elif found := flaws(text):
         verdict, why = "wrong", "; ".join(flaw.what for flaw in found)
-    elif (words := len(tokens(text))) < ENOUGH:
+    elif len(tokens(without_echo(normal(text), normal(wrote.task)))) < min(ENOUGH, words):
+        verdict, why = "wrong", "the task, said again"
+    elif words < ENOUGH:
         verdict, why = "wrong", f"{words} words where a paragraph was asked for"
     else:
         why = f"{words} words"

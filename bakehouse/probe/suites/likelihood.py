@@ -57,6 +57,14 @@ COARSE = {
 as 16-bit floats 0.018 and 0.116 (q5_1), 0.045 and 0.246 (q4_0); see docs/gate.md, `kernel-`."""
 
 
+FLOOR = 0.3
+"""Nats a token. The texts were written for this purpose: no model knows them by heart."""
+CERTAIN = -1e-3
+"""A log-probability above this is that of a token without any other beside it."""
+DISTINCT = 4
+"""So many values, at least, the probabilities of a real model take, to a thousandth of a nat."""
+
+
 @cache
 def texts() -> dict[str, str]:
     """Give the texts by name."""
@@ -92,6 +100,8 @@ def judge(scored: Mapping[str, Scored], given: Given) -> SuiteProof:
     means = {name: _mean(one.logprobs) for name, one in scored.items()}
     every = [number for one in scored.values() for number in one.logprobs]
     mean = _mean(every)
+    if no_model := _no_model(every, next(iter(scored.values())).how):
+        return _no_numbers("all", no_model)
     figures = {
         "nats_per_token": round(mean, 5), "scored_tokens": len(every),
         "texts": {name: round(value, 5) for name, value in means.items()},
@@ -101,8 +111,9 @@ def judge(scored: Mapping[str, Scored], given: Given) -> SuiteProof:
     where = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
     checks = [
         check(
-            "probe.likelihood", f"at most {ceiling:g} nats a token",
-            f"{mean:.4f} nats a token over {len(every)} tokens", where, ok=mean <= ceiling,
+            "probe.likelihood", f"at least {FLOOR:g} and at most {ceiling:g} nats a token",
+            f"{mean:.4f} nats a token over {len(every)} tokens", where,
+            ok=FLOOR <= mean <= ceiling,
         )
     ]  # fmt: skip
     if given.golden is None or given.golden.data != data_digest():
@@ -116,6 +127,21 @@ def judge(scored: Mapping[str, Scored], given: Given) -> SuiteProof:
     if "difference" in told:
         summary += f" ({told['difference']:+.4f} from the golden value)"
     return _proof([*checks, *against], summary, figures)
+
+
+def _no_model(every: list[float], how: str) -> Scored | None:
+    """Tell numbers that no model has: all certain (taken behind the sampler), or all the same."""
+    if len(every) < 8 * DISTINCT:
+        return None
+    if min(every) > CERTAIN:
+        why = "every token is certain: probabilities behind the sampler, which was told what to say"
+        return Scored(problem=why, trouble="unable", how=how)
+    if len({round(number, 3) for number in every}) < DISTINCT:
+        why = (
+            f"all {len(every)} tokens are equally likely ({every[0]:.3f} nats): no model does that"
+        )
+        return Scored(problem=why, trouble="numbers", how=how)
+    return None
 
 
 def _proof(checks: list[Check], summary: str, figures: dict[str, object]) -> SuiteProof:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from bakehouse.checks import check
 from bakehouse.probe.golden import golden_path
@@ -22,10 +23,33 @@ PLACES = 48
 """Tokens of the reference run."""
 TOP = 10
 """Likeliest tokens that are kept and compared at each place."""
+AGREEMENT = 0.9
+"""Share of the places."""
 SAME_BACKEND = 0.006
 OTHER_BACKEND = 0.02
 """Nats. Measured with docs/gate.md: flash attention off and other types of the KV cache are up to
 0.002 apart, a quarter of one matrix zeroed 0.008. Another backend rounds more than that."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far a server may be from its reference run."""
+
+    agreement: float
+    """Share of places with the reference's token."""
+    divergence: float
+    """Mean over the places, in nats."""
+
+
+FIVE_BIT = Bound(agreement=0.85, divergence=0.012)
+FOUR_BIT = Bound(agreement=0.85, divergence=0.03)
+COARSE = {
+    **dict.fromkeys(("q5_0", "q5_1"), FIVE_BIT),
+    **dict.fromkeys(("q4_0", "q4_1", "iq4_nl"), FOUR_BIT),
+}
+"""A coarse KV cache makes more of another rounding, by type, unless it is the same server's run.
+Measured with the same weights held as 16-bit floats: 43 of 48 tokens and 0.0056 nats (q5_1), 46 of
+48 and 0.0147 (q4_0); twice that is borne. See docs/gate.md, `kernel-`."""
 
 
 def ask(talk: Talk, given: Given) -> Scored | None:
@@ -51,8 +75,7 @@ def judge(scored: Scored | None, given: Given) -> SuiteProof:
 
 
 def _compare(tops: tuple[Top, ...], golden: Golden, given: Given) -> SuiteProof:
-    wanted = given.probe.reference
-    bound = wanted.divergence or (SAME_BACKEND if _same_backend(given) else OTHER_BACKEND)
+    bound = bound_for(golden, given)
     where = golden_path(given.known).name if given.known else "reference run"
     pairs = list(zip(golden.places, tops, strict=True))
     other = [i for i, (was, now) in enumerate(pairs) if not now or now[0][0] != was.tokens[0]]
@@ -62,14 +85,14 @@ def _compare(tops: tuple[Top, ...], golden: Golden, given: Given) -> SuiteProof:
     checks = (
         check(
             "probe.reference.tokens",
-            f"the reference's token at {wanted.agreement:.0%} of {len(pairs)} places",
+            f"the reference's token at {bound.agreement:.0%} of {len(pairs)} places",
             f"{agreement:.0%}" + (f", the first other one at place {other[0]}" if other else ""),
-            where, ok=agreement >= wanted.agreement,
+            where, ok=agreement >= bound.agreement,
         ),
         check(
-            "probe.reference", f"at most {bound:g} nats from the reference",
+            "probe.reference", f"at most {bound.divergence:g} nats from the reference",
             f"{mean:.5f} nats, at most {max(divergences):.4f} at one place", where,
-            ok=mean <= bound,
+            ok=mean <= bound.divergence,
         ),
     )  # fmt: skip
     good = all(c.passed for c in checks)
@@ -83,6 +106,19 @@ def _compare(tops: tuple[Top, ...], golden: Golden, given: Given) -> SuiteProof:
         },
         hint=None if good else "suspect the build, the backend, and flags that change numbers",
     )  # fmt: skip
+
+
+def bound_for(golden: Golden, given: Given) -> Bound:
+    """Give what the recipe says, else what was measured for the cause of the noise."""
+    wanted, known = given.probe.reference, given.known
+    divergence = SAME_BACKEND if _same_backend(given) else OTHER_BACKEND
+    agreement = AGREEMENT
+    same = known is not None and known.identity != "" and known.identity == golden.identity
+    coarse = COARSE.get(golden.kv_cache)
+    if coarse and not same:
+        divergence = max(divergence, coarse.divergence)
+        agreement = min(agreement, coarse.agreement)
+    return Bound(wanted.agreement or agreement, wanted.divergence or divergence)
 
 
 def _same_backend(given: Given) -> bool:
