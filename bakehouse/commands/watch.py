@@ -16,7 +16,7 @@ from bakehouse.ports.process import environment
 from bakehouse.recipe.load import find, load
 from bakehouse.recipe.scalars import parse_duration
 from bakehouse.records.store import Run
-from bakehouse.serve.control import stop
+from bakehouse.serve.control import look, stop
 from bakehouse.serve.rounds import STALL_S, Round, Rounds, Watched
 
 KEPT = 500
@@ -25,6 +25,8 @@ RESTARTS = 3
 """So many in a row, without a good round between them, and no more."""
 TICK_S = 2.0
 """Between two looks at whether the server's process still runs."""
+ADOPT_S = 1800.0
+"""So long a server that somebody else starts may take, in seconds, before it is served anew."""
 COMMAND_S = 600.0
 """A command that is run on failure gets so long, in seconds."""
 
@@ -222,6 +224,8 @@ class Watch:
         self._restarts += 1
         if self._restarts > RESTARTS and self.error:
             raise self.error
+        if self._adopted(record):
+            return
         if self._target.server:
             self._did(stop(self._target.server.folder).says, record)
         port = self._target.server.port if self._target.server else 0
@@ -234,6 +238,25 @@ class Watch:
             self.error = failed
             raise
         self._did(f"served again at {ready.result['url']}", record)
+
+    def _adopted(self, record: Run) -> bool:
+        """Take what somebody else served meanwhile, such as another watch: do not stop it again."""
+        was = self._target.server
+        if was is None:
+            return False
+        clock = self._ctx.clock
+        deadline = clock.monotonic() + ADOPT_S
+        while (seen := look(was.folder)).alive:
+            if seen.state and seen.state.server == was.process:
+                return False
+            if seen.word == "running":
+                self._target = probing.target_of(self._ctx, _probe_options(self._options))
+                self._did("another one has served it again; that one is watched", record)
+                return True
+            if seen.word != "starting" or clock.monotonic() >= deadline:
+                return False
+            clock.sleep(TICK_S)
+        return False
 
     def _wait(self, *, failed: bool) -> None:
         """Wait for the next round; a server that ends meanwhile brings it on at once."""

@@ -8,14 +8,20 @@ meets a regular expression. Memory is bounded whatever the log holds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from bakehouse.signatures.catalogue import Catalogue, Signature, catalogue
 from bakehouse.signatures.judge import Hit, judge, within
 from bakehouse.signatures.model import Finding, Severity
 from bakehouse.signatures.pattern import shape
-from bakehouse.signatures.text import decoded, message, printable, without_colours
+from bakehouse.signatures.text import (
+    decoded,
+    message,
+    printable,
+    spoken_from,
+    without_colours,
+)
 
 _BLOCK = 1 << 18
 """Bytes of whole lines that are looked at in one go."""
@@ -24,6 +30,10 @@ _LINE = 1 << 16
 _OVERLAP = 1 << 10
 _REMEMBERED = 1 << 23
 """Bytes of shapes to remember, of each kind."""
+
+
+Caught = Mapping[Signature, dict[str, str]]
+"""What matched in a line, with what its template caught."""
 
 
 class Known(NamedTuple):
@@ -61,6 +71,8 @@ class Scanner:
         self._hot: dict[bytes, Known] = {}
         self._hot_size = 0
         self._rest = b""
+        self._spoken = False
+        """Whether the rest of the line that is read is somebody's words."""
         self.lines = 0
         """Whole lines read so far."""
 
@@ -93,13 +105,20 @@ class Scanner:
 
     def _take(self, data: bytes) -> None:
         data = self._rest + data if self._rest else data
+        if self._spoken:
+            end = data.find(b"\n")
+            self._rest = b""
+            if end < 0:
+                return
+            self._spoken, data = False, data[end:]
         end = data.rfind(b"\n") + 1
         if end:
             self._block(data[: end - 1], whole=True)
         rest = data[end:]
         while len(rest) > _LINE:
             self._block(rest[:_LINE], whole=False)
-            rest = rest[_LINE - _OVERLAP :]
+            self._spoken = spoken_from(rest[:_LINE]) is not None
+            rest = b"" if self._spoken else rest[_LINE - _OVERLAP :]
         self._rest = rest
 
     def _block(self, data: bytes, *, whole: bool) -> None:
@@ -173,6 +192,9 @@ class Scanner:
 
     def _match(self, line_number: int, data: bytes, known: Known) -> Known:
         """Count what a line shows; give what is known of its shape after that."""
+        if (spoken := spoken_from(data)) is not None:
+            self._beside_speech(line_number, data, spoken)
+            return known
         for id_ in known.sure:
             self._hit(id_, line_number, data, {})
         if not known.open:
@@ -180,12 +202,29 @@ class Scanner:
         line = decoded(data)
         body = message(line) if any(s.template.anchored for s in known.open) else line
         caught = {s: found for s in known.open if (found := _caught(s, line, body)) is not None}
-        telling = [s for s in caught if s.row.role not in {"unknown", "fact"}]
-        explained = bool(known.sure or telling)
-        for signature, values in caught.items():
-            if signature.row.role != "unknown" or not explained:
-                self._hit(signature.row.id, line_number, data, values)
+        telling = self._count(line_number, data, caught, explained=bool(known.sure))
         return known if known.settled else _settled(known.open, caught.keys(), telling)
+
+    def _count(
+        self, line_number: int, data: bytes, caught: Caught, *, explained: bool
+    ) -> list[Signature]:
+        """Count what a line shows; give what of it explains something."""
+        telling = [s for s in caught if s.row.role not in {"unknown", "fact"}]
+        for signature, values in caught.items():
+            if signature.row.role != "unknown" or not (explained or telling):
+                self._hit(signature.row.id, line_number, data, values)
+        return telling
+
+    def _beside_speech(self, line_number: int, data: bytes, spoken: int) -> None:
+        """Count what a line shows before somebody's words; nothing is learnt of its shape."""
+        line = decoded(data)
+        body = message(line)
+        caught = {
+            signature: found
+            for signature in self._catalogue.candidates(shape(data).split())
+            if (found := _caught(signature, line, body, spoken)) is not None
+        }
+        self._count(line_number, data, caught, explained=False)
 
     def _hit(self, id_: str, line_number: int, data: bytes, caught: dict[str, str]) -> None:
         hit = self._hits.get(id_)
@@ -217,11 +256,16 @@ def _settled(
     return Known(sure, left, settled=True)
 
 
-def _caught(signature: Signature, line: str, body: str) -> dict[str, str] | None:
-    """Give what the template caught, None where it does not match or a bound does not hold."""
+def _caught(
+    signature: Signature, line: str, body: str, before: int | None = None
+) -> dict[str, str] | None:
+    """Give what the template caught, None where it does not match or a bound does not hold.
+
+    What begins at the place `before` or behind it does not count.
+    """
     template = signature.template
     found = template.regex.search(body if template.anchored else line)
-    if found is None:
+    if found is None or (before is not None and found.start() >= before):
         return None
     caught = {name: value for name, value in found.groupdict().items() if value is not None}
     return caught if within(signature.row.where, caught) else None

@@ -68,6 +68,30 @@ def decoded(data: bytes) -> str:
     return line
 
 
+_SPOKEN = re.compile(
+    r"""["'](?:content|prompt|reasoning(?:_content)?)\\?["']\s?:\s?\\?["'\[]
+      | \bReceived\srequest\s[\w-]{1,80}:\s{1,3}prompt:\s
+      | \bGenerated\sresponse\s[\w-]{1,80}(?:\s\([^()]{1,40}\))?:\s{1,3}output:\s
+      | \bPars(?:ing|ed)\s(?:chat\s|input\s)?message:\s
+      | \bnext\stoken:\s{1,9}\d{1,9}\s""",
+    re.VERBOSE | re.IGNORECASE,
+)
+"""What a server logs before the words of its users and its model, who may talk of anything."""
+_SPEECH = (b"content", b"prompt", b"reasoning", b"Generated response", b"message:", b"next token:")
+"""One of these is in every such line."""
+
+
+def spoken_from(data: bytes) -> int | None:
+    """Give where the words of users or of the model begin in a line; None where nowhere.
+
+    The place is one in the line's decoded text.
+    """
+    if not any(word in data for word in _SPEECH):
+        return None
+    found = _SPOKEN.search(decoded(data))
+    return found.end() if found else None
+
+
 def printable(line: str) -> str:
     """Make one line safe to print: controls escaped, at most 500 characters."""
     cut = line if len(line) <= _SHOWN else line[: _SHOWN - 1] + "…"

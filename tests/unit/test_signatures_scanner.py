@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bakehouse.signatures import Finding, Scanner, scan
+from bakehouse.signatures import Finding, Scanner, exit_code, scan
 from bakehouse.signatures.pattern import shape
 from bakehouse.signatures.text import message, printable
 
@@ -214,3 +214,45 @@ def test_importing_the_room_is_cheap() -> None:
     )
 
     assert done.stdout.strip() == "[]"
+
+
+TALK = (
+    "Why do I get CUDA error: out of memory?",
+    "Segmentation fault (core dumped)",
+    "GGML_ASSERT(x) failed",
+    "load_tensors: offloaded 0/33 layers to GPU",
+    "RuntimeError: Engine core initialization failed. See root cause above",
+    "NVRM: Xid (PCI:0000:01:00): 79, pid=1",
+)
+SPEECH = (
+    "INFO 07-10 12:00:00 [logger.py:43] Received request chatcmpl-a: prompt: '%s', params: Sampling",
+    "(APIServer pid=1) INFO 09-10 12:00:00 [logger.py:60] Generated response chatcmpl-1: output: '%s'",
+    'srv  log_server_r: request:  {"messages":[{"role":"user","content":"%s"}],"max_tokens":64}',
+    'srv  log_server_r: response: {"choices":[{"message":{"content":"%s"}}]}',
+    '{"log":"request: {\\"prompt\\": \\"%s\\"}\\n","stream":"stderr"}',
+    "{'role': 'user', 'content': '%s'}",
+    "Parsing chat message: %s",
+    "D slot process_toke: id  0 | task 0 | n_remaining = 61, next token:    12 '%s'",
+)
+
+
+@pytest.mark.parametrize("frame", SPEECH)
+@pytest.mark.parametrize("talk", TALK)
+def test_what_people_and_models_say_is_no_fault_of_the_server(frame: str, talk: str) -> None:
+    assert exit_code(scan([frame % talk])) == 0
+    assert exit_code(scan([frame % talk, talk.removeprefix("Why do I get ")])) != 0
+
+
+def test_a_fault_before_somebodys_words_counts() -> None:
+    line = 'E CUDA error: out of memory while answering {"content":"hello"}'
+    assert exit_code(scan([line])) == 7
+
+
+@pytest.mark.parametrize("cut", [1 << 12, 1 << 16, 1 << 20])
+def test_long_speech_is_speech_to_the_end_of_its_line(cut: int) -> None:
+    said = 'request: {"content":"' + "a word " * 40_000 + TALK[0] + '"}'
+    scanner = Scanner()
+    data = f"{said}\n{TALK[1]}\n".encode()
+    for at in range(0, len(data), cut):
+        scanner.feed_bytes(data[at : at + cut])
+    assert [(f.id, f.line_number) for f in scanner.finish()] == [("segmentation-fault", 2)]
