@@ -216,10 +216,10 @@ def tally(answers: Sequence[Answer]) -> str:
     return ", ".join(f"{n} {v}" for v, n in counts.items() if n or v == "right")
 
 
-def evidence(answers: Sequence[Answer], passed: bool) -> str:
-    """Quote a right answer, or up to three that were not right, with their questions."""
+def evidence(answers: Sequence[Answer], passed: bool, *, most: int = 3) -> str:
+    """Quote a right answer, or up to `most` that were not right, with their questions."""
     chosen = [a for a in answers if (a.verdict == "right") == passed]
-    return "; ".join(map(_quote, chosen[: 1 if passed else 3])) or "no answers"
+    return "; ".join(map(_quote, chosen[: 1 if passed else most])) or "no answers"
 
 
 def _quote(answer: Answer) -> str:

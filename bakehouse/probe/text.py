@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
+from collections.abc import Sequence
 from functools import lru_cache
 from operator import eq
 
@@ -190,3 +192,25 @@ def lists(text: str) -> bool:
         return False
     short = sum(len(tokens(normal(item))) <= 3 for item in items)
     return short >= 0.75 * len(items)
+
+
+SAME = 8
+"""So many words in a row that stand before or behind every answer are worth a remark."""
+
+
+def same_words(texts: Sequence[str]) -> list[str]:
+    """Give the words that all of four or more texts end with, else begin with; none if few.
+
+    A stuck engine does that, and a polite model as well: it is for a person to judge.
+    """
+    if len(texts) < 4:
+        return []
+    words = [text[:4000].split() for text in texts]
+    ends = _common([one[::-1] for one in words])[::-1]
+    return next((same for same in (ends, _common(words)) if len(same) >= SAME), [])
+
+
+def _common(lists: Sequence[Sequence[str]]) -> list[str]:
+    """Give what all lists begin with."""
+    alike = itertools.takewhile(lambda row: len(set(row)) == 1, zip(*lists, strict=False))
+    return [row[0] for row in alike]

@@ -27,6 +27,36 @@ pytestmark = pytest.mark.integration
 HASTY = Patience(base=0.5, per_token=0, attempts=2, longest_wait=0.05)
 
 
+ALOUD = "Okay, so somebody asks a simple question. Let me think about it before I answer, and"
+
+
+def thinks_without_a_mark(handler: fake.Handler, body: dict[str, Any]) -> None:
+    """A model whose template opens the thought itself; only what closes it is ever seen."""
+    if body["max_tokens"] < 300:
+        handler.json(chat(ALOUD, "length"))
+    else:
+        handler.json(chat(f"{ALOUD} it is plain.\n</think>\n\n{right(body)}"))
+
+
+TRANSLATED = {
+    "4": "vier", "7": "siete", "cold": "kalt", "H2O": "H₂O", "Berlin": "柏林",
+    "Pacific": "Der Stille Ozean", "Shakespeare": "莎士比亚", "January": "janvier",
+}  # fmt: skip
+
+
+def headers(*lines: bytes) -> Fault:
+    """A right answer below headers that are written byte for byte."""
+
+    def fault(handler: fake.Handler, body: dict[str, Any]) -> None:
+        messages = body.get("messages")
+        said = fake.ANSWERS.get(messages[0]["content"] if messages else "", "4")
+        head = b"\r\n".join((b"HTTP/1.1 200 OK", b"Connection: close", *lines))
+        handler.wfile.write(head + b"\r\n\r\n" + json.dumps(chat(said)).encode())
+        handler.close_connection = True
+
+    return fault
+
+
 def judged(context: Context, fault: Fault) -> Proof:
     with fake.serving(fault) as server:
         began = time.monotonic()
@@ -56,6 +86,29 @@ GOOD: dict[str, Fault] = {
     "busy at first": fake.busy(1),
     "newer name of the token limit": fake.newer_name_only,
     "needs a larger budget": fake.thinks(500),
+    "a mark of the byte order": lambda handler, body: handler.raw(
+        b"\xef\xbb\xbf" + json.dumps(chat(right(body))).encode()
+    ),
+    "other marks of thinking": fake.says(lambda body: chat(f"[THINK]{ALOUD}[/THINK]{right(body)}")),
+    "a family's own mark": fake.says(
+        lambda body: chat(f"<seed:think>{ALOUD}</seed:think>{right(body)}")
+    ),
+    "a channel of thought": fake.says(
+        lambda body: chat(f"<|channel>thought\n{ALOUD}<channel|>{right(body)}")
+    ),
+    "thinking aloud": thinks_without_a_mark,
+    "courtesies first": fake.says(
+        lambda body: chat("What a good question! Many people have asked that, and", "length")
+        if body["max_tokens"] < 300 else chat(f"What a good question! {right(body)}")
+    ),
+    "in other languages": fake.says(
+        lambda body: chat(TRANSLATED[fake.ANSWERS[fake.question(body)]])
+    ),
+    "HTML": fake.says(lambda body: chat(f"<p>So it is</p><p>{right(body)[6:-1]}</p>")),
+    "no length": headers(),
+    "a length that is no number": headers(b"Content-Length: many"),
+    "a length of odd digits": headers(b"Content-Length: \xb2"),
+    "a length below zero": headers(b"Content-Length: -5"),
     "BOM-less UTF-8": fake.says(lambda body: chat(f"{right(body)} \u2713 你好")),
 }  # fmt: skip
 
@@ -84,6 +137,11 @@ UNANSWERED: dict[str, tuple[Fault, str]] = {
     "no message": (fake.says(lambda _: {"choices": [{"text": "Paris"}]}), "no message"),
     "invalid UTF-8": (fake.sends(b'{"choices": "\xff\xfe"}'), "not UTF-8"),
     "10 MB": (fake.sends(b" " * 10_000_000), "longer than"),
+    "HTML behind a comment": (fake.sends(b"<!-- x --><html><title>Login</title>"), "HTML"),
+    "elsewhere": (fake.status(302, Location="http://127.0.0.1:9/x"), "a redirect to http"),
+    "nowhere": (fake.status(307), "a redirect to nowhere"),
+    "an absurd length": (headers(b"Content-Length: " + b"9" * 5000), "longer than"),
+    "two lengths": (headers(b"Content-Length: 5", b"Content-Length: 7"), "header"),
     "a stream": (fake.sends(b"data: {}\n\ndata: [DONE]\n\n"), "stream of events"),
     "a stream that stops": (fake.stops, "no complete answer"),
     "a byte now and then": (fake.trickles, "no complete answer"),
@@ -124,6 +182,12 @@ WRONG: dict[str, Fault] = {
         lambda body: chat(f"{fake.question(body)} {', '.join(fake.ANSWERS.values())}")
     ),
     "one constant": fake.says(lambda _: chat("The answer is 4.")),
+    "role tokens behind it": fake.says(lambda body: chat(f"{right(body)}<|im_end|><|im_start|>")),
+    "several scripts behind it": fake.says(
+        lambda body: chat(f"{right(body)} 的是 который της και")
+    ),
+    "denied": fake.says(lambda body: chat(f"It is not {right(body)[6:-1]}.")),
+    "more room and no answer": fake.says(lambda _: chat(ALOUD, "length")),
     "a refusal": fake.says(lambda _: chat(None, refusal="I cannot answer that.")),
     "content of no known kind": fake.says(lambda _: chat(12)),
     "parts of no known kind": fake.says(lambda _: chat([1, None, {"type": "image"}])),
@@ -135,6 +199,42 @@ def test_a_wrong_server_fails(context: Context, fault: Fault) -> None:
     proof = judged(context, fault)
     assert proof.verdict is Verdict.FAILED
     assert isinstance(explain(proof, "here"), NotCorrect)
+
+
+def test_a_text_without_an_answer_is_given_more_room_once(context: Context) -> None:
+    with fake.serving(fake.says(lambda _: chat(ALOUD, "length"))) as server:
+        prove(context, Endpoint(server.url), Probe(), patience=HASTY)
+        assert sorted(b["max_tokens"] for b in server.asked) == [20] * 8 + [2048]
+
+
+def test_what_stands_in_a_text_without_end_is_no_answer(context: Context) -> None:
+    def rambles(body: dict[str, Any]) -> dict[str, Any]:
+        more = f" {right(body)} And so on, with many other words that were never" * (
+            body["max_tokens"] > 300
+        )
+        return chat(ALOUD + more, "length")
+
+    assert judged(context, fake.says(rambles)).verdict is Verdict.FAILED
+
+
+def test_the_sentence_says_what_was_answered(context: Context) -> None:
+    proof = judged(context, fake.says(lambda _: chat("No idea.")))
+    assert 'got "No idea."' in proof.summary
+    proof = judged(context, fake.says(lambda body: chat(f"{right(body)}</s>")))
+    assert "ill formed" in proof.summary
+    assert "</s>" in proof.summary
+    tail = "And the quick brown fox jumps over the lazy dog."
+    proof = judged(context, fake.says(lambda body: chat(f"{right(body)} {tail}")))
+    assert f"the same 10 words: '{tail}'" in proof.summary
+    proof = judged(context, fake.says(lambda body: chat(None, reasoning=right(body))))
+    assert "all answers stand in the reasoning" in proof.summary
+
+
+@pytest.mark.parametrize("text", ["a" + "\u0316\u0301" * 150_000, "\ufdfa" * 100_000])
+def test_hostile_text_is_judged_in_bounded_time(context: Context, text: str) -> None:
+    began = time.monotonic()
+    judged(context, fake.says(lambda body: chat(f"{right(body)} {text}")))
+    assert time.monotonic() - began < 50  # 8 answers; ordering such marks took minutes
 
 
 def test_a_model_that_never_stops_thinking_is_called_that_and_not_wrong(context: Context) -> None:
@@ -222,6 +322,27 @@ def test_probe_of_a_wrong_server(cli: Cli) -> None:
     assert (record["ok"], record["exit"], len(record["answers"])) == (False, 8, 8)
 
 
+def test_a_proxy_that_hides_the_engine_is_judged_by_answers_alone(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lists(handler: fake.Handler) -> None:
+        handler.json({"data": [{"id": fake.MODEL, "owned_by": "llamacpp"}]})
+
+    def answers(handler: fake.Handler, body: dict[str, Any]) -> None:
+        asked = body["messages"][0]["content"] if "messages" in body else None
+        if asked is None:
+            handler.json({"error": {"message": "Not Found"}}, 404)
+        else:
+            text = fake.ANSWERS.get(asked, "The sea is wide and calm, and boats sail far out.")
+            handler.json(chat(text))
+
+    monkeypatch.setattr(fake.Handler, "do_GET", lists)
+    with fake.serving(answers) as server:
+        code, document = cli(url=server.url)
+    assert code == 0
+    assert [s["suite"] for s in document["result"]["suites"]] == ["facts", "fluency"]
+
+
 def test_probe_of_nobody_and_of_a_model_that_is_not_there(cli: Cli) -> None:
     code, document = cli(url="http://127.0.0.1:1")
     assert (code, document["error"]["id"]) == (7, "not-healthy")
@@ -265,6 +386,7 @@ def test_a_key_is_sent_and_stays_out_of_everything_written(
         ({"url": "http://host/a b"}, "not the URL"),
         ({"url": "http://127.0.0.1:1", "api_key_env": "NOT_SET"}, "NOT_SET"),
         ({"url": "http://127.0.0.1:1", "set_": ["a=b"]}, "--set"),
+        ({"url": "http://127.0.0.1:1", "instance": "b"}, "--instance"),
     ],
 )
 def test_usage(cli: Cli, options: dict[str, Any], named: str) -> None:

@@ -140,6 +140,25 @@ class TestLikelihood:
         assert not judged(scores(0.001), tolerance=0.0005).good
         assert not judged(scores(), ceiling=1.0).good
 
+    @pytest.mark.parametrize(
+        ("number", "verdict", "named"),
+        [
+            (0.0, "unable", "behind the sampler"),
+            (-1e-6, "unable", "behind the sampler"),
+            (-2.0, "wrong", "equally likely"),
+            (-10.8, "wrong", "equally likely"),
+        ],
+    )
+    def test_numbers_that_no_model_gives(self, number: float, verdict: str, named: str) -> None:
+        made_up = {n: replace(s, logprobs=(number,) * len(s.logprobs)) for n, s in scores().items()}
+        proof = likelihood.judge(made_up, Given(endpoint(), Probe(), KNOWN, None))
+        assert (proof.verdict, proof.good) == (verdict, False)
+        assert named in proof.summary
+
+    def test_texts_that_nobody_knows_are_not_known_by_heart(self) -> None:
+        proof = likelihood.judge(scores(-1.95), Given(endpoint(), Probe(), KNOWN, None))
+        assert (proof.verdict, failed(proof)) == ("wrong", {""})
+
     def test_other_tokens_are_another_tokenizer(self) -> None:
         other = {n: replace(s, tokens=(*TOKENS[:-1], 999)) for n, s in scores().items()}
         proof = judged(other)
@@ -194,6 +213,21 @@ class TestReference:
         assert (other.verdict, other.checks[0].passed) == ("wrong", False)
         flat = self.compare([((n, -1.0), (n + 100, -1.5)) for n in range(10)])
         assert [c.passed for c in flat.checks] == [True, False]
+
+    @pytest.mark.parametrize(
+        ("kind", "identity", "good"),
+        [("q5_1", "other", True), ("q5_1", "same", False), ("f16", "other", False)],
+    )
+    def test_a_coarse_cache_makes_more_of_another_rounding(
+        self, kind: str, identity: str, good: bool
+    ) -> None:
+        told = self.GOLDEN.model_copy(update={"kv_cache": kind})
+        known = replace(KNOWN, kv_cache=kind, identity=identity)
+        tops = tuple(((n, -0.26), (n + 100, -1.55)) for n in range(10))
+        scored = Scored((1, 2, *range(10)), (-0.3,) * 11, (tops[0], *tops), "grammar")
+        proof = reference.judge(scored, Given(endpoint(), Probe(), known, told))
+        assert 0.006 < proof.figures["divergence_nats"] < 0.012
+        assert proof.good is good
 
     def test_a_token_that_is_not_named_is_as_likely_as_the_last_one_that_is(self) -> None:
         was = GoldenPlace(tokens=(1, 2), logprobs=(-0.1, -3.0))

@@ -164,3 +164,19 @@ def test_a_greedy_run_gives_the_prompt_s_tokens_and_its_own(server: Answer, engi
     assert len(run.logprobs) == 4
     again = score_tokens(scripted.talk(server, engine), run.tokens, top=2)
     assert (len(again.logprobs), len(again.top)) == (len(TEXT) + 3, len(TEXT) + 3)
+
+
+@pytest.mark.parametrize(("logit", "trouble"), [(5000.0, "numbers"), (math.inf, "unable")])
+def test_logits_that_no_sound_weights_make_are_told_from_a_server_that_forces_nothing(
+    logit: float, trouble: str
+) -> None:
+    """Another token wins by `logit`, whatever is added to the wanted one up to that."""
+
+    def answer(path: str, body: dict[str, Any]) -> Any:
+        if path == "/tokenize" or "grammar" in body:
+            return Llama(grammar=False)(path, body)
+        wanted, bias = body["logit_bias"][0]
+        row = {"id": wanted if bias > logit else wanted + 1, "logprob": -0.5}
+        return {"completion_probabilities": [row]}
+
+    assert score_text(talk(answer), TEXT).trouble == trouble

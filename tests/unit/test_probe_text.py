@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakehouse.probe.text import holds, lists, loops, normal, without_echo
+from bakehouse.probe.text import (
+    MARKS,
+    asserted,
+    holds,
+    lists,
+    loops,
+    normal,
+    same_words,
+    without_echo,
+)
 
 
 @pytest.mark.parametrize(
@@ -151,3 +160,37 @@ def test_many_short_items_are_a_list() -> None:
     assert lists(cities)
     assert lists(cities.replace(", ", "\n- "))
     assert lists("北京、东京、巴黎、伦敦、柏林、罗马、马德里、维也纳、布拉格、雅典、奥斯陆、伯尔尼")
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("it is not paris.", False), ("it isn't the 4", False), ("this was never 4", True),
+        ("i wonder whether it is paris or not", False), ("das ist nicht berlin", False),
+        ("not rome, but paris", True), ("it is not only paris", True),
+        ("it is paris, not rome", True),
+    ],
+)  # fmt: skip
+def test_what_a_text_denies_it_does_not_say(text: str, left: bool) -> None:
+    held = asserted(text)
+    assert any(holds(held, answer) for answer in ("paris", "4", "berlin")) is left
+
+
+@pytest.mark.parametrize(
+    "text", ["x<br>4", "<p>4</p>", "thought<channel|>4", "a<|end|>4", "<td>4</td>"]
+)
+def test_a_tag_parts_two_words(text: str) -> None:
+    assert holds(normal(text), "4")
+
+
+def test_marks_without_end_are_cut() -> None:
+    assert len(normal("a" + "\u0316\u0301" * 1000)) <= 1 + MARKS
+    assert normal("e\u0301") == normal("é")
+
+
+def test_words_that_all_answers_share() -> None:
+    tail = "let me know if you have any other questions"
+    assert same_words([f"{n} {tail}" for n in range(4)]) == tail.split()
+    assert same_words([f"{tail} {n}" for n in range(4)]) == tail.split()
+    assert same_words([f"{n} {tail}" for n in range(3)]) == []
+    assert same_words([f"{n} is the answer" for n in range(8)]) == []

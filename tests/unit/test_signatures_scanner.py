@@ -225,8 +225,8 @@ TALK = (
     "NVRM: Xid (PCI:0000:01:00): 79, pid=1",
 )
 SPEECH = (
-    "INFO 07-10 12:00:00 [logger.py:43] Received request chatcmpl-a: prompt: '%s', params: Sampling",
-    "(APIServer pid=1) INFO 09-10 12:00:00 [logger.py:60] Generated response chatcmpl-1: output: '%s'",
+    "INFO 07-10 12:00:00 [logger.py:43] Received request chatcmpl-a: prompt: '%s'",
+    "INFO [logger.py:60] Generated response chatcmpl-1: output: '%s'",
     'srv  log_server_r: request:  {"messages":[{"role":"user","content":"%s"}],"max_tokens":64}',
     'srv  log_server_r: response: {"choices":[{"message":{"content":"%s"}}]}',
     '{"log":"request: {\\"prompt\\": \\"%s\\"}\\n","stream":"stderr"}',

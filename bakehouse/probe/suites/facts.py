@@ -9,10 +9,11 @@ from bakehouse.checks import Verdict
 from bakehouse.probe import facts
 from bakehouse.probe.ask import Asker, first_budget, larger_budget
 from bakehouse.probe.fluent import flaws
-from bakehouse.probe.judge import Judgement, gate, judge, never_started, overall, tally
+from bakehouse.probe.judge import Judgement, evidence, gate, judge, never_started, overall, tally
 from bakehouse.probe.reply import Said
 from bakehouse.probe.suite import Suite
 from bakehouse.probe.talk import Talk
+from bakehouse.probe.text import same_words
 from bakehouse.probe.types import Given, SuiteProof
 from bakehouse.recipe.gate import Question
 from bakehouse.records.model import Answer, SuiteVerdict
@@ -138,6 +139,10 @@ def conclude(answers: Sequence[Answer], given: Given) -> SuiteProof:
         verdict = "wrong"
         if checks[0].passed:
             summary += next(f"; {c.observed}" for c in checks if c.verdict is Verdict.FAILED)
+        else:
+            summary += f"; {evidence(answers, False, most=1)}"
+    elif said := same_words([a.content for a in right]):
+        summary += f"; all answers hold the same {len(said)} words: '{' '.join(said[:12])}'"
     elif seen is Verdict.UNKNOWN and unanswered:
         verdict = "unstable"
         summary = f"{summary}; {unanswered[0].why}"

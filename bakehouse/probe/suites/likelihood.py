@@ -101,7 +101,7 @@ def judge(scored: Mapping[str, Scored], given: Given) -> SuiteProof:
     every = [number for one in scored.values() for number in one.logprobs]
     mean = _mean(every)
     if no_model := _no_model(every, next(iter(scored.values())).how):
-        return _no_numbers("all", no_model)
+        return _no_numbers("all texts", no_model)
     figures = {
         "nats_per_token": round(mean, 5), "scored_tokens": len(every),
         "texts": {name: round(value, 5) for name, value in means.items()},
@@ -216,7 +216,7 @@ def _against(
 
 def _no_numbers(name: str, one: Scored) -> SuiteProof:
     """Name why there are no numbers: wrong ones, no capability, or no answer."""
-    said = f"text '{name}': {one.problem}"
+    said = f"text '{name}': {one.problem}" if name in texts() else str(one.problem)
     ok = False if one.trouble == "numbers" else None
     failed = check("probe.likelihood", "a probability for each token", said, name, ok=ok)
     verdicts: dict[str, SuiteVerdict] = {"numbers": "wrong", "unable": "unable"}
