@@ -77,13 +77,25 @@ def ctx(context: Context, tmp_path: Path) -> Iterator[Context]:
     recipes.mkdir()
     (recipes / "fake.yaml").write_text(RECIPE)
     yield replace(context, recipes=recipes, progress=Heard())
-    stop(context.places.servers / "fake")
-    assert not left_of(context, "fake")
+    for name in ("fake", "fake@b"):
+        stop(context.places.servers / name)
+        assert not left_of(context, name)
 
 
 def up(ctx: Context, *faults: str) -> str:
     bring_up(ctx, order(ctx, "varied", *faults), agree, Notes(ctx.places.runs))
     state = look(ctx.places.servers / "fake").state
+    assert state is not None
+    return f"http://127.0.0.1:{state.port}"
+
+
+def beside(ctx: Context, *faults: str) -> str:
+    """Serve a second instance of the recipe, called b."""
+    wanted = order(ctx, "varied", *faults)
+    folder = ctx.places.servers / "fake@b"
+    wanted = replace(wanted, settings=replace(wanted.settings, folder=folder))
+    bring_up(ctx, wanted, agree, Notes(ctx.places.runs))
+    state = look(folder).state
     assert state is not None
     return f"http://127.0.0.1:{state.port}"
 
@@ -245,6 +257,49 @@ def test_restart_serves_again_and_watches_on(ctx: Context, monkeypatch: pytest.M
     assert outcome.result["counts"] == {"right": 3, "busy": 0, "failed": 1}
     assert "served again" in outcome.result["actions"][-1]
     assert isinstance(outcome.error, NotCorrect)  # it was wrong once: whoever reads has to know
+
+
+def test_what_another_watch_served_again_is_not_stopped(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up(ctx)
+    monkeypatch.setattr(serve, "run", lambda *_: pytest.fail("served a third time"))
+
+    def another_watch() -> None:
+        stop(ctx.places.servers / "fake")
+        up(ctx)
+
+    outcome = watch(ctx, another_watch, count=3, on_failure="restart")
+    assert outcome.result["counts"] == {"right": 2, "busy": 0, "failed": 1}
+    assert outcome.result["actions"] == ["another one has served it again; that one is watched"]
+    assert look(ctx.places.servers / "fake").word == "running"
+
+
+def test_one_of_two_instances_is_watched_alone(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up(ctx)
+    url = beside(ctx)
+    assert watch(ctx, instance="b").result["counts"]["right"] == 3
+    served: list[serve.Options] = []
+
+    def serves(_: Context, options: serve.Options) -> Outcome:
+        served.append(options)
+        return Outcome({"url": beside(ctx)})
+
+    monkeypatch.setattr(serve, "run", serves)
+    first = look(ctx.places.servers / "fake").processes
+    watch(ctx, fault(ctx, url, "wrong"), instance="b", on_failure="restart")
+    assert [one.instance for one in served] == ["b"]
+    assert look(ctx.places.servers / "fake").processes == first
+    with pytest.raises(NotHealthy, match="fake@c"):
+        watch(ctx, instance="c")
+
+
+@pytest.mark.parametrize("instance", ["../x", "/etc", "B", "a b", "-x", "x" * 40])
+def test_an_instance_is_a_name(ctx: Context, instance: str) -> None:
+    with pytest.raises(UsageError, match="instance"):
+        watch(ctx, instance=instance)
 
 
 def test_restarting_has_an_end(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,12 +196,13 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def probabilities(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every token that a grammar of token ids asks for is as likely as any other."""
+    """Give what a grammar of token ids asks for; how likely each is goes by its id."""
     ids = [int(word[2:-2]) for word in body.get("grammar", "").split()[2:]]
-    number = -9.0 if "wrong" in FAULTS else -2.0
+    mean = -9.0 if "wrong" in FAULTS else -2.0
+    numbered = [(token, mean + token % 7 / 10) for token in ids or [97] * body["n_predict"]]
     return [
         {"id": token, "logprob": number, "top_logprobs": [{"id": token, "logprob": number}]}
-        for token in ids or [97] * body["n_predict"]
+        for token, number in numbered
     ]
 
 
