@@ -28,11 +28,17 @@ SHORTEST_S = 0.09
 """A rate over less than this would be noise."""
 AHEAD_S = 1.0
 """Memory that falls from the warning level to the stopping level within this is stopped at once."""
+URGENT_S = 0.3
+"""Memory that falls to the stopping level within this, by its last two steps alike, is stopped
+whatever is left: a steep fall leaves no time to see whether it ends by itself."""
 IN_A_ROW = 2
 """So many samples must agree before a server is stopped."""
+PATIENCE = 0.25
+"""Of the time until nothing is left, what a server gets between TERM and KILL."""
 RECOVERED = 1.25
 """A new warning needs memory to have come back to so many times the warning level."""
-LINES = re.compile(r"out of memory|oom-kill|killed process", re.IGNORECASE)
+LINES = re.compile(r"out of memory|oom-kill|killed process|NV_ERR_NO_MEMORY", re.IGNORECASE)
+DRIVER = re.compile(r"NV_ERR_NO_MEMORY|NVRM: .*out of memory", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,9 @@ class Bounds:
     stop: int
     stall: float
     swap: int
+    driver: bool = False
+    """Whether the server ends when the GPU's driver reports that it has no memory left: on unified
+    memory a hard reset of the machine is what follows. Elsewhere that is worth a warning."""
 
     @classmethod
     def usual(cls, total: int, *, unified: bool) -> Bounds:
@@ -53,7 +62,7 @@ class Bounds:
         the guard only forestalls that.
         """
         if unified:
-            return cls(max(2 * GIB, total * 3 // 100), max(GIB, total // 100), 0.25, 64 * MIB)
+            return cls(max(2 * GIB, total * 3 // 100), max(GIB, total // 100), 0.25, 64 * MIB, True)
         stop = min(256 * MIB, total // 16)
         return cls(2 * stop, stop, 0.5, 256 * MIB)
 
@@ -68,6 +77,7 @@ class Bounds:
             stop=stop,
             stall=self.stall if stall is None else stall,
             swap=self.swap if swap is None else swap,
+            driver=self.driver,
         )
 
 
@@ -98,6 +108,12 @@ class Alarm:
     figures: dict[str, float]
     messages: tuple[str, ...] = ()
 
+    def patience(self, most: float) -> float:
+        """Seconds between TERM and KILL, `most` at most: while it falls, it goes on falling."""
+        falling = self.figures.get("falling_per_second", 0.0)
+        left = self.figures.get("available", 0.0) / falling if falling > 0 else most / PATIENCE
+        return min(most, PATIENCE * left)
+
     def to_data(self) -> dict[str, Any]:
         """Plain data for the state file and the record."""
         return asdict(self)
@@ -109,6 +125,8 @@ class Rates:
 
     falling: float = 0.0
     """What is lost a second, over the window and over the last step alike; never negative."""
+    steep: float = 0.0
+    """What is lost a second over each of the last two steps; never negative."""
     swap: float = 0.0
     stall: float = 0.0
     kills: int = 0
@@ -122,23 +140,37 @@ class Guard:
         self.seen: deque[Reading] = deque()
         self.bad = 0
         self.warned = False
+        self.driver = False
+        self.last = Rates()
 
     @property
     def interval(self) -> float:
         """Seconds until the next sample is wanted."""
-        near = bool(self.seen) and self.seen[-1].available < NEAR * self.bounds.warn
-        return FAST_S if near else SLOW_S
+        if not self.seen:
+            return SLOW_S
+        soon = self.seen[-1].available - max(self.last.falling, self.last.steep)
+        return FAST_S if soon < NEAR * self.bounds.warn else SLOW_S
 
     def look(self, reading: Reading) -> Alarm | None:
         """Take a reading in; give an alarm where it raises one."""
-        rates = self._rates(reading)
+        rates = self.last = self._rates(reading)
         self.seen.append(reading)
         while len(self.seen) > 2 and self.seen[1].at < reading.at - WINDOW_S:
             self.seen.popleft()
+        driver = any(DRIVER.search(message) for message in reading.messages)
+        if driver and self.bounds.driver:
+            why = "the GPU's driver reports that it has none"
+            return self._alarm("stop", why, reading, rates)
+        urgent = rates.steep * URGENT_S > max(0, reading.available - self.bounds.stop)
         stop = self._stops(reading, rates)
+        if urgent:
+            stop = stop or f"falling by {amount(rates.steep)} a second"
         self.bad = self.bad + 1 if stop else 0
-        if stop and (self.bad >= IN_A_ROW or rates.kills):
+        if stop and (self.bad >= IN_A_ROW or rates.kills or urgent):
             return self._alarm("stop", stop, reading, rates)
+        if driver and not self.driver:
+            self.driver = True
+            return self._alarm("warn", "the GPU's driver reports that it has none", reading, rates)
         if reading.available > RECOVERED * self.bounds.warn:
             self.warned = False
         if self.warned or reading.available >= self.bounds.warn:
@@ -157,8 +189,13 @@ class Guard:
         if span < SHORTEST_S:
             return Rates(kills=kills)
         falls = ((first.available - now.available) / span, (step.available - now.available) / last)
+        before = next((r for r in reversed(self.seen) if step.at - r.at >= SHORTEST_S), None)
+        steps = [falls[1]]
+        if before is not None:
+            steps.append((before.available - step.available) / (step.at - before.at))
         return Rates(
             falling=max(0.0, min(falls)),
+            steep=max(0.0, min(steps)) if before is not None else 0.0,
             swap=max(0.0, (now.swapped - first.swapped) / span),
             stall=max(0.0, (now.stalled - first.stalled) / span),
             kills=kills,
@@ -183,7 +220,7 @@ class Guard:
     def _alarm(self, kind: str, why: str, now: Reading, rates: Rates) -> Alarm:
         figures = {
             "available": now.available,
-            "falling_per_second": round(rates.falling),
+            "falling_per_second": round(max(rates.falling, rates.steep)),
             "swapped_per_second": round(rates.swap),
             "stalled_share": round(rates.stall, 4),
             "kills": rates.kills,

@@ -57,6 +57,7 @@ class Keeper:
         self.status: int | None = None
         self.why: str | None = None
         self.says = ""
+        self.patience = MEMORY_GRACE_S
         self.libc = ctypes.CDLL(None, use_errno=True)
         self.log = LogWatch(folder / "server.log", self.spec.engine)
         self.oom = oom.Watch()
@@ -202,6 +203,7 @@ class Keeper:
         self.state = replace(self.state, alarms=alarms)
         if alarm.kind == "stop":
             self.why, self.says = self.why or "memory", alarm.reason  # written down when it is over
+            self.patience = alarm.patience(MEMORY_GRACE_S)
         else:
             self._save(sync=False)  # a disk that swaps may keep us
         self._tell({"event": "alarm", "alarm": noted})
@@ -237,7 +239,7 @@ class Keeper:
         if self.status is None:
             grace = self.state.stop_timeout
             if self.why == "memory":
-                grace = min(grace, MEMORY_GRACE_S)
+                grace = min(grace, self.patience)
             _end_group(self.child, grace, self._reap)
         end(self._below, grace=LEFTOVERS_S, tick=self._reap)
         self._reap()

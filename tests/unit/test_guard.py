@@ -181,7 +181,7 @@ def test_bounds_go_by_the_machine_and_the_recipe() -> None:
     assert tiny.stop == 64 * MIB
     assert guard_bounds(MemoryGuard(enabled=False), PROFILES["gb10"]) is None
     own = guard_bounds(MemoryGuard(stop=8 * GIB, stall=0.1, swap=0), PROFILES["gb10"])
-    assert own == Bounds(8 * GIB, 8 * GIB, 0.1, 0)
+    assert own == Bounds(8 * GIB, 8 * GIB, 0.1, 0, driver=True)
     low = guard_bounds(MemoryGuard(warn=MIB), PROFILES["gb10"])
     assert low == replace(spark, warn=MIB, stop=MIB)
     with pytest.raises(ValueError, match="no warning"):
