@@ -54,6 +54,8 @@ class Result:
     record: str | None = None
     raised: bool = False
     """Whether the error is all there is; its checks are then printed with it."""
+    told: bool = False
+    """Whether the text tells the checks already."""
 
     def document(self) -> dict[str, Any]:
         """Give the JSON document."""
@@ -154,7 +156,9 @@ def _run(edge: Edge) -> Result:
         text = ""
     code = error.exit_code if error else outcome.exit
     record = record_of(error) if error else None
-    return Result(edge.task, code, outcome.result, text, outcome.checks, error, record)
+    return Result(
+        edge.task, code, outcome.result, text, outcome.checks, error, record, told=outcome.told
+    )
 
 
 def make_options(kind: type[Any], given: Mapping[str, Any]) -> Any:
@@ -303,7 +307,7 @@ def _show(result: Result, edge: Edge) -> int:
 def _for_people(result: Result, redactor: Redactor) -> str:
     """Give the checks, then the command's own words: what matters most stands last."""
     parts = []
-    if result.checks and not result.raised:
+    if result.checks and not result.raised and not result.told:
         parts += _check_lines(result.checks, sys.stdout, redactor)
     if result.text:
         parts.append(clean(redactor.text(result.text)).rstrip("\n"))

@@ -23,3 +23,5 @@ class Outcome:
     `text`. With `--json` it is not asked for."""
     error: BakehouseError | None = None
     """What stood in the way although there is a result; its exit code counts, then."""
+    told: bool = False
+    """Whether `text` tells the checks already; they are then not printed for people once more."""

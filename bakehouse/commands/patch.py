@@ -11,7 +11,7 @@ from bakehouse.errors import BakehouseError, HostError, PatchError, RecipeError,
 from bakehouse.outcome import Outcome
 from bakehouse.patches.for_run import parse_allow
 from bakehouse.patches.pin import Kind, Pinned, Wish, pin
-from bakehouse.patches.tried import Tried, engine_of, table, try_on
+from bakehouse.patches.tried import Trials, Tried, engine_of, table
 from bakehouse.recipe.faults import shown
 from bakehouse.recipe.fields import matches_repo
 from bakehouse.recipe.load import Loaded, find, load, names
@@ -56,16 +56,13 @@ def run(ctx: Context, options: Options) -> Outcome:
     made = pin(ctx, wish, update=options.update, vendor=options.vendor, write=not options.dry_run)
     recipes = [loaded] if loaded else _recipes(ctx, engine_of(made.manifest.repo))
     key = f"{made.manifest.repo}#{made.manifest.id}"
-    rows = [
-        row if isinstance(row, Tried)
-        else try_on(ctx, row, key, made.data, allow=allow, fetch=bool(options.recipe))
-        for row in recipes
-    ]  # fmt: skip
+    trials = Trials(ctx, key, made.data, allow=allow, fetch=bool(options.recipe))
+    rows = [row if isinstance(row, Tried) else trials.on(row) for row in recipes]
     lines = [*_pin_lines(made, dry=options.dry_run), "", *table(rows)]
     result = _result(made, rows)
     checks = tuple(row.check() for row in rows)
     error = _refusal(rows[0], key) if options.recipe and not rows[0].good else None
-    outcome = Outcome(result, "\n".join(lines), checks, error=error)
+    outcome = Outcome(result, "\n".join(lines), checks, error=error, told=True)
     if loaded and options.judge and error is None:
         from bakehouse.commands import patch_judge  # it brings in all of `serve`
 

@@ -47,9 +47,10 @@ class Wish:
             return self.what
         if self.kind == "commit":
             return self.what[:12]
-        name = re.split(r"[/\\]", self.what.partition("?")[0].rstrip("/"))[-1]
-        stem = re.sub(r"\.(?:diff|patch|txt)$", "", name)
-        return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:100] or "patch"
+        last = re.split(r"[/\\]", self.what.partition("?")[0].rstrip("/"))[-1]
+        stem = re.sub(r"\.(?:diff|patch|txt)$", "", last)
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:90] or "patch"
+        return f"{self.kind}-{name}" if name.isdigit() else name  # a number is a pull request's
 
     def known(self, host: str) -> Wish:
         """Take the address of a pull request or a commit on the host for that one itself."""
@@ -94,7 +95,7 @@ def pin(
     path = manifest_path(folder, wish.repo, wish.id)
     old = find_manifest(folder, wish.repo, wish.id)
     try:
-        fetched = _fetch(ctx, wish)
+        fetched = _fetch(ctx, wish, old)
     except CannotFetch as error:
         made = None if update else _kept(ctx, old, path, error)
         if made is None:
@@ -133,10 +134,11 @@ def _compared(
     return Pinned(new, path, fetched.data, "moved" if changes else "new", changes, fetched.notes)
 
 
-def _fetch(ctx: Context, wish: Wish) -> Fetched:
+def _fetch(ctx: Context, wish: Wish, old: Manifest | None) -> Fetched:
     git = Git(ctx.processes, ctx.environment)
     if wish.kind == "pr":
-        return upstream.fetch_pull(ctx, git, wish.repo, int(wish.what))
+        known = (old.head, old.base) if old else (None, None)
+        return upstream.fetch_pull(ctx, git, wish.repo, int(wish.what), known)
     if wish.kind == "commit":
         return upstream.fetch_commit(ctx, git, wish.repo, wish.what)
     if wish.kind == "url":
@@ -181,6 +183,8 @@ def _changes(old: Manifest, new: Manifest) -> Iterator[str]:
     if old.sha256 == new.sha256:
         return
     yield f"sha256 {old.sha256} -> {new.sha256}"
+    if old.source != new.source:
+        yield f"source {old.source} -> {new.source}"
     if old.head != new.head:
         yield f"head {old.head or 'not known'} -> {new.head or 'not known'}"
     before, after = ({f.path: f for f in m.files} for m in (old, new))

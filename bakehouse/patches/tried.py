@@ -61,31 +61,68 @@ def engine_of(repo: str) -> str:
     return next((e for e, up in UPSTREAM.items() if up.endswith(f"/{name}")), "llama.cpp")
 
 
-def try_on(
-    ctx: Context, loaded: Loaded, key: str, data: bytes, *, allow: Allowed, fetch: bool
-) -> Tried:
-    """Try a patch on a recipe's source, after the recipe's own patches that come before it.
+class Trials:
+    """One patch, tried on the sources of any number of recipes; each source is looked at once.
 
     `key` is how a lock would name the patch. With `fetch` a source that is not here is fetched;
-    without, the result is unknown. Raises PatchError for what is no patch at all.
+    without, the result is unknown.
     """
-    recipe = loaded.recipe
-    before, own = _before(recipe.patches, key, recipe.engine)
-    allow = own.allow if own and allow == "exact" else allow
-    source = None
-    try:
-        source = _source(ctx, loaded, fetch=fetch)
-        if isinstance(source, str):
-            return Tried(recipe.name, "", None, source, allow)
-        git = Git(ctx.processes, ctx.environment)
-        pins = pin_patches(ctx, loaded.folder, before, recipe.engine)
-        repository = repository_of(ctx.places, source)
-        tree = apply_patches(ctx, git, repository, source.tree, pins)
-    except BakehouseError as error:
-        base = "" if source is None or isinstance(source, str) else base_of(source)
-        return Tried(recipe.name, base, None, error.what, allow)
-    fit = try_patch(git, repository, tree, data, key)
-    return Tried(recipe.name, base_of(source), fit, allow=allow)
+
+    def __init__(self, ctx: Context, key: str, data: bytes, *, allow: Allowed, fetch: bool) -> None:
+        self._ctx = ctx
+        self._git = Git(ctx.processes, ctx.environment)
+        self._key = key
+        self._data = data
+        self._allow: Allowed = allow
+        self._fetch = fetch
+        self._here: dict[str, bool] = {}
+        self._fits: dict[tuple[str, ...], Fit] = {}
+
+    def on(self, loaded: Loaded) -> Tried:
+        """Try it after the recipe's own patches that come before it.
+
+        Raises PatchError for what is no patch at all.
+        """
+        recipe = loaded.recipe
+        before, own = _before(recipe.patches, self._key, recipe.engine)
+        allow = own.allow if own and self._allow == "exact" else self._allow
+        base = ""
+        try:
+            source = self._source(loaded)
+            if isinstance(source, str):
+                return Tried(recipe.name, "", None, source, allow)
+            base = base_of(source)
+            pins = pin_patches(self._ctx, loaded.folder, before, recipe.engine)
+            known = (base, *(f"{pin.file.sha256} {pin.allow}" for pin in pins))
+            if known not in self._fits:
+                repository = repository_of(self._ctx.places, source)
+                tree = apply_patches(self._ctx, self._git, repository, source.tree, pins)
+                fit = try_patch(self._git, repository, tree, self._data, self._key)
+                self._fits[known] = fit
+        except BakehouseError as error:
+            return Tried(recipe.name, base, None, error.what, allow)
+        return Tried(recipe.name, base, self._fits[known], allow=allow)
+
+    def _source(self, loaded: Loaded) -> GitPin | ArchivePin | str:
+        """The source at the recipe's pinned commit, here; or why it is not."""
+        ctx, wanted = self._ctx, loaded.recipe.tree
+        if wanted is None:
+            return "it runs an image: a patch becomes a layer of a derived one"
+        lock = read_lock(lock_path(loaded.path))
+        pin = lock.source if lock and not source_drift(loaded.recipe, lock) else None
+        if pin is None and self._fetch:
+            if wanted.archive:
+                return archive.pin_archive(ctx, self._git, wanted.archive, loaded.folder)
+            return gitpin.pin_git(ctx, self._git, wanted)
+        if pin is None:
+            return _without_lock(ctx, self._git, wanted)
+        if self._fetch:
+            ensure_source(ctx, self._git, pin)
+            return pin
+        base = base_of(pin)
+        if base not in self._here:
+            self._here[base] = source_is_here(ctx, self._git, pin)
+        return pin if self._here[base] else "its source is not on this machine"
 
 
 def base_of(source: GitPin | ArchivePin) -> str:
@@ -101,27 +138,6 @@ def _before(
         if patch.key(engine) == key:
             return tuple(patches[:place]), patch
     return tuple(patches), None
-
-
-def _source(ctx: Context, loaded: Loaded, *, fetch: bool) -> GitPin | ArchivePin | str:
-    """The source at the recipe's pinned commit, here; or why it is not."""
-    wanted = loaded.recipe.tree
-    if wanted is None:
-        return "it runs an image: a patch becomes a layer of a derived one"
-    git = Git(ctx.processes, ctx.environment)
-    lock = read_lock(lock_path(loaded.path))
-    pin = lock.source if lock and not source_drift(loaded.recipe, lock) else None
-    if pin is None and fetch:
-        if wanted.archive:
-            return archive.pin_archive(ctx, git, wanted.archive, loaded.folder)
-        return gitpin.pin_git(ctx, git, wanted)
-    if pin is None:
-        return _without_lock(ctx, git, wanted)
-    if fetch:
-        ensure_source(ctx, git, pin)
-    elif not source_is_here(ctx, git, pin):
-        return "its source is not on this machine"
-    return pin
 
 
 def _without_lock(ctx: Context, git: Git, wanted: Source) -> GitPin | str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from bakehouse.places import Places
 from bakehouse.ports.git import Git
 from bakehouse.recipe.faults import shown
 from bakehouse.recipe.patches import UPSTREAM, Patch
+from bakehouse.redact import clean
 from bakehouse.sources.diffs import MAX_BYTES, check_patch
 from bakehouse.sources.files import write_atomic
 from bakehouse.sources.fitting import Fit, try_patch
@@ -150,20 +152,23 @@ def _same_manifest(ctx: Context, pin: PatchPin) -> None:
 
 
 def read_patch(path: Path) -> bytes:
-    """Read a patch file, bounded."""
+    """Read a patch file, bounded; only a regular file, since a pipe would make us wait for ever."""
+    hint = "see that the path is right; those in a recipe are relative to the recipe"
     try:
-        if path.stat().st_size > MAX_BYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise PatchError("the patch is not a regular file", where=str(path), hint=hint)
+        if status.st_size > MAX_BYTES:
             raise PatchError(
                 f"the patch is larger than {MAX_BYTES // 2**20} MiB", where=str(path),
                 hint="so large a change is a branch: make its commit the recipe's source",
                 id="patch-large",
             )  # fmt: skip
         return path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
         raise PatchError(
-            f"the patch cannot be read: {error.strerror}",
-            where=str(path),
-            hint="paths of patches are relative to the recipe",
+            f"the patch cannot be read: {why}", where=clean(str(path), one_line=True), hint=hint
         ) from error
 
 

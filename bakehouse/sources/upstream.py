@@ -77,8 +77,12 @@ def commit_address(environment: Mapping[str, str], repo: str, commit: str) -> st
     return f"{host_of(environment)}/{repo}/commit/{commit}"
 
 
-def fetch_pull(ctx: Context, git: Git, repo: str, number: int) -> Fetched:
+def fetch_pull(
+    ctx: Context, git: Git, repo: str, number: int, known: tuple[str | None, str | None]
+) -> Fetched:
     """Fetch a pull request's diff, with its title, head and base where they can be learned.
+
+    `known` is a head and the base that was found for it, which is then not looked for again.
 
     The head is asked before and after: a push in between would give the diff of one and the head
     of another. Raises PatchError.
@@ -101,7 +105,9 @@ def fetch_pull(ctx: Context, git: Git, repo: str, number: int) -> Fetched:
         )  # fmt: skip
     commits = _commits(mails)
     head = head or (commits[-1] if commits else None)
-    base = _base(git, url, f"refs/pull/{number}/head", commits, notes)
+    base = known[1] if head is not None and head == known[0] else None
+    if base is None:
+        base = _base(git, url, f"refs/pull/{number}/head", commits, notes)
     return Fetched(data, parts, title_of(mails), head, base, tuple(dict.fromkeys(notes)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -310,6 +311,12 @@ def test_git_that_is_not_served_leaves_the_head_to_the_mails(
     assert len(done.result["notes"]) == 2
 
 
+def test_an_older_host_that_gives_whole_commits_only(ctx: Context, repo: Repo) -> None:
+    repo.be_strict()
+    run(ctx)
+    assert manifest(ctx).base == git(repo.folder, "rev-parse", "main^")
+
+
 def test_a_title_is_untrusted(ctx: Context, repo: Repo) -> None:
     base = git(repo.folder, "rev-parse", "main^")
     push(repo, FIXED, base=base, message="M\u00e9nd \x1b[31mred\x1b[0m " + "long " * 60)
@@ -358,14 +365,33 @@ def test_any_address_and_any_file(ctx: Context, repo: Repo, host: PullHost, tmp_
         files.put("/some/my-fix.diff", data, cut(30))
         run(ctx, pr="", url=files.at("/some/my-fix.diff"))
         assert manifest(ctx, "my-fix").source == files.at("/some/my-fix.diff")
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "local.patch").write_bytes(host.text(f"/{REPO}/pull/7.patch") or b"")
     done = run(ctx, pr="", file=str(tmp_path / "local.patch"))
     assert manifest(ctx, "local").title == "Mend line 20"
     assert "only this machine's cache" in done.text
-    with pytest.raises(PatchError, match="cannot be read"):
-        run(ctx, pr="", file=str(tmp_path / "none.patch"))
+    for wrong in ("none.patch", "", "pipe", "a\0b"):
+        with pytest.raises(PatchError):
+            run(ctx, pr="", file=str(tmp_path / wrong))
     with pytest.raises(UsageError):
         run(ctx, pr="", url="http://example.org/x.diff")
+
+
+def test_a_file_named_like_a_pull_request_is_not_taken_for_one(
+    ctx: Context, repo: Repo, host: PullHost, tmp_path: Path
+) -> None:
+    run(ctx)
+    before = manifest(ctx)
+    push(repo, FIXED.replace("line 3\n", "3\n"), base=str(before.base), number=8)
+    (tmp_path / "7.diff").write_bytes(host.text(f"/{REPO}/pull/8.diff") or b"")
+    run(ctx, pr="", file=str(tmp_path / "7.diff"))
+    assert manifest(ctx) == before
+    assert manifest(ctx, "file-7").pr is None
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "7.diff").write_bytes(host.text(f"/{REPO}/pull/7.diff") or b"")
+    with pytest.raises(LockError, match="the patch moved") as caught:
+        run(ctx, pr="", file=str(tmp_path / "x" / "7.diff"))
+    assert f"source {tmp_path}/7.diff -> {tmp_path}/x/7.diff" in str(caught.value.where)
 
 
 @pytest.mark.parametrize(

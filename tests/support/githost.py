@@ -49,11 +49,13 @@ class Repo:
         self.folder.mkdir(parents=True)
         git(self.folder, "init", "--bare", "--quiet", "--initial-branch=main")
         git(self.folder, "config", "uploadpack.allowAnySHA1InWant", "true")
+        git(self.folder, "config", "uploadpack.allowFilter", "true")
 
     def be_strict(self) -> Repo:
         """Give out only what a ref points at."""
         self.strict = True
         git(self.folder, "config", "uploadpack.allowAnySHA1InWant", "false")
+        git(self.folder, "config", "uploadpack.allowFilter", "false")
         return self
 
     def tree(self, files: Mapping[str, File]) -> str:
