@@ -135,7 +135,7 @@ def _pin_lines(made: Pinned, *, dry: bool) -> list[str]:
         *(f"note      {note}" for note in made.notes),
         f"manifest  {shown(made.path)}",
     ]  # fmt: skip
-    if made.manifest.pr is None and "://" not in manifest.source and not manifest.vendored:
+    if not dry and "://" not in manifest.source and not manifest.vendored:
         lines.append(
             "note      only this machine's cache has the diff: --vendor keeps it beside it"
         )
