@@ -21,13 +21,19 @@ def ask(folder: Path) -> None:
     """Leave the questions in a build folder, before configure runs."""
     query = folder / _QUERY
     query.parent.mkdir(parents=True, exist_ok=True)
+    query.write_text(questions())
+
+
+def questions() -> str:
+    """The questions, as CMake reads them."""
     requests = [{"kind": kind, "version": version} for kind, version in _KINDS]
-    query.write_text(json.dumps({"requests": requests}))
+    return json.dumps({"requests": requests})
 
 
-def read(folder: Path, log: Path) -> Configured:
+def read(folder: Path, log: Path, source: Path | None = None) -> Configured:
     """Collect the answers; OSError or ValueError where CMake left none, or not whole.
 
+    `source` is where the source lies, if not where CMake saw it.
     CMake's cache is kept beside the log, so that what a check names is there after the build.
     """
     kept = log.with_name("CMakeCache.txt")
@@ -51,18 +57,18 @@ def read(folder: Path, log: Path) -> Configured:
             for t in toolchains
         },
         targets=_targets(folder / _REPLY, replies.get("codemodel", {})),
-        named=_named(cache),
+        named=_named(cache, source),
     )
 
 
-def _named(cache: Mapping[str, CacheEntry]) -> frozenset[str]:
+def _named(cache: Mapping[str, CacheEntry], source: Path | None) -> frozenset[str]:
     """Which entries that no project declared stand in a CMake file of the source."""
     home = cache.get("CMAKE_HOME_DIRECTORY")
     if home is None:
         return frozenset()
     undeclared = {name for name, entry in cache.items() if entry.type == "UNINITIALIZED"}
     found: set[str] = set()
-    for path in _cmake_files(Path(home.value)):
+    for path in _cmake_files(source or Path(home.value)):
         words = re.findall(r"\w+", path.read_text(encoding="utf-8", errors="replace"))
         found |= undeclared.intersection(words)
     return frozenset(found)

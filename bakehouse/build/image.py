@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from bakehouse.base import Frozen
 from bakehouse.build.able import as_facts, ask_able, require_able, summary
+from bakehouse.build.image_build import build_image, built_already
+from bakehouse.build.image_overlay import lay_over
 from bakehouse.checks import Check
 from bakehouse.context import Context
 from bakehouse.lock import Lock
+from bakehouse.plan.image_build import expected_of
 from bakehouse.plan.types import ImagePlan
 from bakehouse.ports.docker import ImageFacts
 from bakehouse.recipe.load import Loaded
+from bakehouse.recipe.model import Build
 from bakehouse.records.store import Run
 from bakehouse.sources.configs import architectures
 from bakehouse.sources.images import ensure_image
@@ -29,6 +33,8 @@ class ImageArtifact(Frozen):
     entrypoint: tuple[str, ...]
     says: str = ""
     """Versions that it claims."""
+    content: str = ""
+    """Digest of the file tree, of an image that was built here."""
     checks: tuple[Check, ...]
     reused: bool
     """Whether nothing had to be pulled, built or asked."""
@@ -42,16 +48,32 @@ def ensure(ctx: Context, loaded: Loaded, lock: Lock, plan: ImagePlan, run: Run) 
     """
     started = ctx.clock.monotonic()
     run.pin(build=plan.digest)
-    held = ctx.docker.image(plan.image) is not None
-    for role, pin in plan.pins.items():
-        with run.step("pull" if role == "image" else f"pull-{role}"):
-            found = ensure_image(ctx, pin, plan.arch)
+    found, content, made, reused = _have(ctx, loaded, lock, plan, run)
     checks, says, known = _able(ctx, loaded, lock, plan, found, run)
     return ImageArtifact(
         image=plan.image, id=found.id, digest=plan.digest, size=found.size, user=found.user,
-        entrypoint=found.entrypoint, says=says, checks=checks, reused=held and known,
-        seconds=round(ctx.clock.monotonic() - started, 3),
+        entrypoint=found.entrypoint, says=says, content=content, checks=(*made, *checks),
+        reused=reused and known, seconds=round(ctx.clock.monotonic() - started, 3),
     )  # fmt: skip
+
+
+def _have(
+    ctx: Context, loaded: Loaded, lock: Lock, plan: ImagePlan, run: Run
+) -> tuple[ImageFacts, str, tuple[Check, ...], bool]:
+    """The image, its content's digest (of one that is built), checks, and if it was here."""
+    if plan.dockerfile and (there := built_already(ctx, plan)):
+        return (*there, (), True)
+    held = ctx.docker.image(plan.image)
+    for role, pin in plan.pins.items():
+        with run.step("pull" if role == "image" else f"pull-{role}"):
+            found = ensure_image(ctx, pin, plan.arch)
+    if not plan.dockerfile:
+        return found, "", (), held is not None
+    if loaded.recipe.image:
+        return (*lay_over(ctx, lock, plan, run), False)
+    build = loaded.recipe.build or Build()
+    expected = expected_of(build, lock, plan.arch)
+    return (*build_image(ctx, lock, plan, expected, run), False)
 
 
 def _able(

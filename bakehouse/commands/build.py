@@ -84,6 +84,7 @@ def _image_outcome(image: ImageArtifact, record: Path) -> Outcome:
         f"image   {image.image}",
         f"id      {image.id}, {image.size:,} bytes, user {image.user or 'root'}",
         *([f"says    {image.says}"] if image.says else []),
+        *([f"content {image.content[:16]}"] if image.content else []),
         f"        {'nothing to do' if image.reused else 'done'} in {image.seconds:.1f} s",
         f"record  {record}",
     ]

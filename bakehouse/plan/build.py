@@ -49,7 +49,7 @@ def plan_build(
     stand, HostError where the cache folder's path cannot be written into compiler flags.
     """
     build = recipe.build or Build()
-    _refuse(recipe, build, extra, where)
+    refuse(recipe, build, extra, where)
     own = engine.asked(build.cmake)
     merged = engine.definitions(own, lock, extra, host.arch)
     work = _work_folder(places)
@@ -82,7 +82,7 @@ def plan_build(
             (_environment(lock, tools, seen, extra), _environment(lock, tools, work, extra)),
             _cache_environment(tools, seen, places.compiler_cache),
             build.targets,
-            _jobs(build, host, jobs),
+            jobs_for(build, host, jobs),
             extra,
         ),
         work=str(work),
@@ -105,7 +105,7 @@ def _work_folder(places: Places) -> Path:
     return work
 
 
-def _refuse(recipe: Recipe, build: Build, extra: Extra, where: Where | None) -> None:
+def refuse(recipe: Recipe, build: Build, extra: Extra, where: Where | None) -> None:
     """Raise RecipeError with every part of `build` that cannot stand."""
     found: list[tuple[tuple[str, ...], str, str]] = [
         (("build", "cmake", r.name), r.message, r.hint) for r in engine.refusals(build.cmake, extra)
@@ -205,7 +205,7 @@ def _quoted(flag: str) -> str:
     return f'"{flag}"' if re.search(r"[^\w./=+,-]", flag) else flag
 
 
-def _jobs(build: Build, host: HostFacts, jobs: int | None) -> int:
+def jobs_for(build: Build, host: HostFacts, jobs: int | None) -> int:
     """How many compilers run at once: as asked, else bounded by cores and by free memory."""
     if jobs or build.jobs:
         return jobs or build.jobs or 1

@@ -8,6 +8,8 @@ from __future__ import annotations
 from bakehouse.base import digest
 from bakehouse.engines.vllm.asks import asks_of
 from bakehouse.lock import ImagePin, Lock
+from bakehouse.plan import dockerfile
+from bakehouse.plan.built import base_name, build_argv, labels_of, tag_of
 from bakehouse.plan.types import Asks, ImagePlan, Step
 from bakehouse.recipe.argv import Origin, render
 from bakehouse.recipe.model import Recipe
@@ -31,6 +33,8 @@ def plan_image(recipe: Recipe, lock: Lock, arch: str, *, origin: Origin) -> Imag
     pin = lock.image(arch)
     command = render(recipe.serve.command, trial_variables(recipe), origin=origin)
     asks = asks_of(recipe, command)
+    if recipe.image and recipe.image.built:
+        return _overlaid(recipe, lock, arch, pin, asks)
     return ImagePlan(
         digest=digest({"rules": RULES, "image": pin.ref, "arch": arch}),
         image=pin.ref,
@@ -40,6 +44,39 @@ def plan_image(recipe: Recipe, lock: Lock, arch: str, *, origin: Origin) -> Imag
         asks=asks,
         steps=(pull_step("image", pin, arch), ask_step(pin.ref, asks)),
     )
+
+
+def _overlaid(recipe: Recipe, lock: Lock, arch: str, pin: ImagePin, asks: Asks) -> ImagePlan:
+    """Plan an image with Python files of pinned patches, or of a branch, over the pinned base."""
+    text = dockerfile.render("vllm.Dockerfile.j2", base=base_name(pin), user=pin.user or "root")
+    key = digest(
+        {
+            "rules": RULES, "dockerfile": text, "scripts": dockerfile.script_hashes("lay.py"),
+            "image": pin.ref, "arch": arch, "source": lock.source_tree,
+            "patches": [[patch.file.sha256, patch.allow] for patch in lock.patches],
+        }
+    )  # fmt: skip
+    image, labels = tag_of(recipe.name, key), labels_of(recipe, lock, key)
+    changes = "the branch's Python" if lock.source else "the patched Python files"
+    steps = (
+        pull_step("image", pin, arch),
+        Step(
+            id="overlay",
+            title=f"make {changes}, against the files that the base image has",
+            expects=("nothing that is compiled changes", "every hunk fits"),
+        ),
+        Step(
+            id="build",
+            title="lay them over the base image",
+            argv=build_argv(image, {}, labels),
+            expects=("exit code 0", "our labels", "the files in the image are those"),
+        ),
+        ask_step(image, asks),
+    )
+    return ImagePlan(
+        digest=key, image=image, arch=arch, pins={"image": pin}, server="vllm", dockerfile=text,
+        labels=labels, asks=asks, steps=steps,
+    )  # fmt: skip
 
 
 def pull_step(role: str, pin: ImagePin, arch: str) -> Step:

@@ -19,6 +19,7 @@ from bakehouse.lock import FilePin, GitPin, Lock
 from bakehouse.places import Places
 from bakehouse.plan.build import plan_build
 from bakehouse.plan.image import plan_image, uses_image
+from bakehouse.plan.image_build import plan_image_build
 from bakehouse.plan.serve import plan_serve
 from bakehouse.plan.types import BuildPlan, ImagePlan, Plan, Step
 from bakehouse.recipe.load import Loaded
@@ -57,6 +58,8 @@ def plan_engine(
     loaded: Loaded, lock: Lock, here: Here, places: Places, *, jobs: int | None = None
 ) -> BuildPlan | ImagePlan:
     """Plan build, CUDA toolkit included, or image. Raises as `plan_build` and `plan_image` do."""
+    if here.tools is None and here.recipe.build:
+        return plan_image_build(here.recipe, lock, here.host, jobs=jobs)
     if here.tools is None:
         origin = loaded.origin("serve", "command")
         return plan_image(here.recipe, lock, here.host.arch, origin=origin)

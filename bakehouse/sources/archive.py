@@ -151,14 +151,14 @@ def import_archive(ctx: Context, git: Git, archive: Path, folder: str) -> tuple[
             dates = unpack(archive, root)
             chosen = choose_folder(archive, root, folder)
             check_links(archive, chosen)
-            tree = _to_objects(git, repository, chosen, Path(scratch, "index"))
+            tree = to_objects(git, repository, chosen, Path(scratch, "index"))
             below = "" if chosen == root else f"{chosen.relative_to(root).as_posix()}/"
             date = max(when for name, when in dates.items() if name.startswith(below))
         git.ask(repository, "update-ref", f"{TREES}/{tree}", tree)
         return tree, date
 
 
-def _to_objects(git: Git, repository: Path, folder: Path, index: Path) -> str:
+def to_objects(git: Git, repository: Path, folder: Path, index: Path) -> str:
     """Write a folder's files as blobs, unfiltered, and a tree over them; give the tree's id."""
     files: list[tuple[str, Path]] = []
     rows: list[str] = []

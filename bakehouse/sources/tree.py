@@ -154,11 +154,11 @@ def materialise(ctx: Context, lock: Lock, target: Path) -> None:
         ensure_tree(ctx, lock)
         for repository, tree, below in parts:
             try:
-                _write(git, repository, tree, target / below)
+                write_tree(git, repository, tree, target / below)
             except (GitFailed, _Damaged):
                 _clear(target / below)
                 _fetch_anew(ctx, git, lock, repository)
-                _write(git, repository, tree, target / below)
+                write_tree(git, repository, tree, target / below)
         _settle(target, source)
     except (GitFailed, _Damaged) as error:
         raise _cannot_write(error, target) from error
@@ -199,7 +199,7 @@ def _cannot_write(error: Exception, target: Path) -> BakehouseError:
     )
 
 
-def _write(git: Git, repository: Path, tree: str, target: Path) -> None:
+def write_tree(git: Git, repository: Path, tree: str, target: Path) -> None:
     """Check a tree out through a scratch index and hash what lies there."""
     target.mkdir(parents=True, exist_ok=True)
     index = target / ".bakehouse-index"

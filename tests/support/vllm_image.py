@@ -91,16 +91,16 @@ def _run(argv: list[str], what: str) -> None:
         pytest.skip(f"NO REAL vLLM WAS TESTED: {what}\n{said}")
 
 
-def debian(cache: Path) -> Path:
-    """A Debian root file system with Python, from the mirror."""
+def debian(cache: Path, packages: str = PACKAGES) -> Path:
+    """A Debian root file system with Python, or other packages, from the mirror."""
     if shutil.which("debootstrap", path="/usr/sbin:/usr/bin:/sbin") is None or os.geteuid():
         pytest.skip("NO CONTAINER WITH PYTHON WAS TESTED: it takes debootstrap, and root")
 
     def make(folder: Path) -> None:
-        argv = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(folder)]
+        argv = ["debootstrap", "--variant=minbase", f"--include={packages}", SUITE, str(folder)]
         _run([*argv, MIRROR], f"{MIRROR} gave no Debian")
 
-    return once(cache / "vllm" / f"debian-{_key(SUITE, PACKAGES)}", make)
+    return once(cache / "vllm" / f"debian-{_key(SUITE, packages)}", make)
 
 
 def packages(cache: Path) -> Path:

@@ -1,0 +1,284 @@
+"""llama.cpp built in a container: context, configure, accept, compile, verify.
+
+The same order and the same rules as on the host: what CMake configured is judged before anything is
+compiled, and the image counts once its server has shown the pinned stamp.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from bakehouse.base import to_json
+from bakehouse.build import configure as file_api
+from bakehouse.build import steps
+from bakehouse.build.ensure import write_source
+from bakehouse.build.first import FirstError, first_build_error, first_cmake_error
+from bakehouse.build.image_files import image_files, read_tar, tree_digest
+from bakehouse.build.ninja import NinjaWatch
+from bakehouse.build.work import digest_lock
+from bakehouse.checks import Check, check
+from bakehouse.context import Context
+from bakehouse.engines.configured import Configured, Expected
+from bakehouse.engines.llamacpp.accept import RULES
+from bakehouse.engines.llamacpp.cmake import git_stand_in
+from bakehouse.errors import BuildFailed, HostError
+from bakehouse.lock import Lock
+from bakehouse.plan.built import base_name
+from bakehouse.plan.dockerfile import script
+from bakehouse.plan.image_build import SCRIPTS
+from bakehouse.plan.types import ImagePlan, Step
+from bakehouse.ports.docker import OURS, ContainerSpec, ImageFacts
+from bakehouse.ports.docker_errors import explain
+from bakehouse.ports.process import Captured, Finished, environment
+from bakehouse.records.store import Run
+from bakehouse.redact import clean
+from bakehouse.sources.files import write_atomic
+
+PASSED_ON = (
+    "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY",
+)  # fmt: skip
+OLD_CLIENT = 23
+"""From this version on, Docker's command line builds with BuildKit only through buildx."""
+_PREFIX = re.compile(r"^#\d+ (?:\d+\.\d+ )?")
+"""What BuildKit writes before every line."""
+_ROOTS = ("/build/src", "../src", "/build")
+
+
+def build_environment(ctx: Context) -> dict[str, str]:
+    """What `docker build` gets to see. Raises HostError where there is no command line."""
+    extra = {name: ctx.environment[name] for name in PASSED_ON if name in ctx.environment}
+    env = environment(extra, base=ctx.environment)
+    if ctx.processes.capture(("docker", "buildx", "version"), env=env, timeout=20).ok:
+        return {**env, "DOCKER_BUILDKIT": "1"}
+    said = ctx.processes.capture(("docker", "--version"), env=env, timeout=20)
+    if not said.ok:
+        raise HostError(
+            "building an image takes Docker's command line, which is not here",
+            where=said.err.strip() or "docker --version", id="docker-cli",
+            hint="install it: docker-ce-cli and docker-buildx-plugin, or Debian's docker.io",
+        )  # fmt: skip
+    found = re.search(r"version (\d+)", said.out)
+    old = found is not None and int(found[1]) < OLD_CLIENT
+    return {**env, "DOCKER_BUILDKIT": "1" if old and ctx.docker.facts().buildkit else "0"}
+
+
+def built_already(ctx: Context, plan: ImagePlan) -> tuple[ImageFacts, str] | None:
+    """The image of this plan, where it is here and nobody changed it; and its content's digest."""
+    try:
+        kept = json.loads(kept_record(ctx, plan).read_text())
+    except (OSError, ValueError):
+        return None
+    found = ctx.docker.image(plan.image)
+    if found is None or found.id != kept.get("id"):
+        return None
+    return found, str(kept.get("content"))
+
+
+def kept_record(ctx: Context, plan: ImagePlan) -> Path:
+    """Where it is written down what was built for a plan."""
+    return ctx.places.images / "built" / f"{plan.digest}.json"
+
+
+def build_image(
+    ctx: Context, lock: Lock, plan: ImagePlan, expected: Expected, run: Run
+) -> tuple[ImageFacts, str, tuple[Check, ...]]:
+    """Build the plan's image; its base images are here. Give it, its content's digest, checks.
+
+    Raises BuildFailed (6), HostError (9), LockError (4).
+    """
+    env = build_environment(ctx)
+    name_bases(ctx, plan)
+    folder = ctx.places.images / ".work" / plan.digest
+    evidence = f"{plan.image}-evidence"
+    with digest_lock(ctx, ctx.places.images, plan.digest):
+        if there := built_already(ctx, plan):
+            return (*there, ())
+        steps.clear(folder)
+        try:
+            with run.step("source"):
+                write_context(ctx, lock, plan, folder)
+            configured = _configure(ctx, plan, run, env, folder)
+            checks = _accept(configured, expected, run)
+            _compile(ctx, plan, run, env, folder)
+        finally:
+            # Not sooner: the classic builder makes every stage again whose image is gone.
+            ctx.docker.remove_image(evidence)
+            steps.clear(folder)
+        found, verified = _verify(ctx, lock, plan, run)
+        content = keep_record(ctx, plan, found)
+    return found, content, (*checks, *verified)
+
+
+def name_bases(ctx: Context, plan: ImagePlan) -> None:
+    """Give local base images a name: a Dockerfile cannot say an id."""
+    for pin in plan.pins.values():
+        if pin.local:
+            repository, _, tag = base_name(pin).rpartition(":")
+            ctx.docker.tag(pin.id, repository, tag)
+
+
+def keep_record(ctx: Context, plan: ImagePlan, found: ImageFacts) -> str:
+    """Write down what was built, file by file; give the content's digest."""
+    files = image_files(ctx.docker, plan.image)
+    content = tree_digest(files)
+    record = {"id": found.id, "content": content, "files": [file.to_data() for file in files]}
+    write_atomic(kept_record(ctx, plan), to_json(record).encode())
+    return content
+
+
+def write_context(ctx: Context, lock: Lock, plan: ImagePlan, folder: Path) -> None:
+    """Write what the Dockerfile uses, and nothing else."""
+    tools = folder / "tools"
+    tools.mkdir(parents=True)
+    write_source(ctx, lock, folder / "src")
+    (folder / "Dockerfile").write_text(str(plan.dockerfile))
+    (folder / "query.json").write_text(file_api.questions())
+    for name, data in {
+        "git": git_stand_in(lock).encode(),
+        **{s: script(s) for s in SCRIPTS},
+    }.items():
+        (tools / name).write_bytes(data)
+        (tools / name).chmod(0o755)
+
+
+def _configure(
+    ctx: Context, plan: ImagePlan, run: Run, env: dict[str, str], folder: Path
+) -> Configured:
+    step = plan.step("configure")
+    ctx.progress.say("configure in the builder")
+    log = docker_build(ctx, step, run, env, folder, lambda _: None, first_cmake_error)
+    out = folder / "evidence"
+    container = ctx.docker.create(
+        ContainerSpec(image=f"{plan.image}-evidence", argv=("none",), network="none")
+    )
+    try:
+        for entry, content in read_tar(ctx.docker.export(container)):
+            path = out / entry.name
+            if content and out in path.resolve().parents:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content.read())
+    finally:
+        ctx.docker.remove(container)
+    said = log.with_name(f"{log.stem}-cmake.log")
+    said.write_bytes((out / "configure.log").read_bytes())
+    try:
+        return file_api.read(out, said, folder / "src")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BuildFailed(
+            f"CMake's answers about the build cannot be read: {error}", where=str(said),
+            hint="the builder image needs CMake 3.20 or newer",
+        ) from error  # fmt: skip
+
+
+def _accept(configured: Configured, expected: Expected, run: Run) -> tuple[Check, ...]:
+    with run.step("accept"):
+        checks = tuple(c for rule in RULES for c in rule(configured, expected))
+        checks += cuda_pair(configured, expected)
+    run.checks(checks)
+    steps.all_passed("what CMake configured is not what was asked for", checks)
+    return checks
+
+
+def cuda_pair(configured: Configured, expected: Expected) -> tuple[Check, ...]:
+    """Whether compiler and toolkit, which CMake looks up apart, are of one release."""
+    if "CMAKE_CUDA_COMPILER" not in expected.forced:
+        return ()
+    text = "\n".join(configured.log)
+    toolkit = re.search(r'Found CUDAToolkit: .*\(found version "([\d.]+)"', text)
+    compiler = re.search(r"The CUDA compiler identification is NVIDIA ([\d.]+)", text)
+    seen = [found[1] if found else "nothing" for found in (toolkit, compiler)]
+    one = {".".join(version.split(".")[:2]) for version in seen}
+    return (
+        check(
+            "configure.cuda", "toolkit and compiler of one release",
+            f"toolkit {seen[0]}, compiler {seen[1]}", configured.log_path,
+            ok=len(one) == 1 if toolkit and compiler else None,
+        ),
+    )  # fmt: skip
+
+
+def _compile(ctx: Context, plan: ImagePlan, run: Run, env: dict[str, str], folder: Path) -> None:
+    with ctx.progress.bar("compile", "steps") as bar:
+        watch = NinjaWatch(bar)
+        step = plan.step("compile")
+        docker_build(ctx, step, run, env, folder, watch.line, first_build_error)
+
+
+def docker_build(
+    ctx: Context,
+    step: Step,
+    run: Run,
+    env: dict[str, str],
+    folder: Path,
+    on_line: Callable[[str], None],
+    first: Callable[..., FirstError | None],
+) -> Path:
+    """Run one `docker build`; give its log. Raises BuildFailed or HostError, first cause first."""
+    with run.step(step.id, step.argv) as taken:
+        done = ctx.processes.run(
+            step.argv, env=env, cwd=folder, log=taken.log, keep_lines=20_000,
+            on_line=lambda line: on_line(_PREFIX.sub("", line)),
+        )  # fmt: skip
+        taken.ended(done)
+    if done.ok:
+        return taken.log
+    raise _failed(step.id, done, first, taken.log)
+
+
+def _failed(
+    what: str, done: Finished, first: Callable[..., FirstError | None], log: Path
+) -> HostError | BuildFailed:
+    lines = [_PREFIX.sub("", line) for line in done.lines]
+    known = explain("\n".join(lines), str(log))
+    if isinstance(known, HostError) and known.id in ("disk-full", "image-platform", "network"):
+        return known
+    error = first(lines, _ROOTS)
+    if error is None:
+        said = next((ln for ln in reversed(lines) if ln.strip()), f"code {done.code}")
+        return BuildFailed(f"{what} failed: {clean(said)}", where=str(log), hint=f"see {log}")
+    return BuildFailed(
+        f"{what} failed: {error.message}", where=error.place(str(log)), hint=f"the whole log: {log}"
+    )
+
+
+def labelled(plan: ImagePlan, found: ImageFacts) -> Check:
+    """Whether an image says of itself what was planned."""
+    wrong = {n: found.labels.get(n) for n, v in plan.labels.items() if found.labels.get(n) != v}
+    seen = f"others: {wrong}" if wrong else "as planned"
+    return check("image.labels", f"{len(plan.labels)} of ours", seen, plan.image, ok=not wrong)
+
+
+def _verify(
+    ctx: Context, lock: Lock, plan: ImagePlan, run: Run
+) -> tuple[ImageFacts, tuple[Check, ...]]:
+    """Hold the image against the plan, and run its server for the stamp."""
+    found = ctx.docker.image(plan.image)
+    if found is None:
+        raise BuildFailed("the build left no image", where=plan.image, hint="see its log")
+    not_root = check("image.user", "not root", found.user or "root", plan.image,
+                     ok=not found.has_root)  # fmt: skip
+    checks: tuple[Check, ...] = (labelled(plan, found), not_root)
+    step = plan.step("verify")
+    spec = ContainerSpec(
+        image=found.id, entrypoint=step.argv[:1], argv=step.argv[1:], network="none",
+        drop_capabilities=True, labels={OURS: "question"},
+    )  # fmt: skip
+    with run.step(step.id, step.argv) as taken:
+        said = ctx.docker.ask(spec, timeout=steps.VERSION_S)
+        if said.code and "libcuda.so.1" in said.err and ctx.docker.facts().nvidia:
+            said = ctx.docker.ask(spec.model_copy(update={"gpus": "all"}), timeout=steps.VERSION_S)
+        taken.log.write_text(said.out + said.err)
+        taken.code = said.code
+    where = f"{' '.join(step.argv)} in {plan.image}"
+    if said.code and "libcuda.so.1" in said.err:
+        run.fact("driver", "this engine has no NVIDIA runtime: the server was not run here")
+        ctx.progress.say("no NVIDIA runtime here: that the server runs is not known yet")
+    else:
+        caught = Captured(step.argv, said.code, said.out, said.err)
+        checks += steps.judge_version(caught, lock.stamp, lock.build_number, where)
+    run.checks(checks)
+    steps.all_passed("the image that was built does not prove itself", checks)
+    return found, checks

@@ -1,0 +1,38 @@
+"""Dockerfiles from the templates in `docker/`: text in, text out."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parents[2] / "docker"
+"""Beside the package, not in it: a package of that name would stand before the Docker SDK."""
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template; commands go through `tojson`, so that no shell reads them."""
+    import jinja2  # slow to import, and few plans need it
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER), undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True, autoescape=False,  # noqa: S701 - no HTML
+    )  # fmt: skip
+    environment.filters["tojson"] = _plain
+    return environment.get_template(template).render(values)
+
+
+def _plain(value: Any, **_: Any) -> str:
+    import json
+
+    return json.dumps(value)
+
+
+def script(name: str) -> bytes:
+    """A file of the folder that goes into a build as it is."""
+    return (FOLDER / name).read_bytes()
+
+
+def script_hashes(*names: str) -> dict[str, str]:
+    """Sha256 of such files."""
+    return {name: hashlib.sha256(script(name)).hexdigest() for name in names}

@@ -1,0 +1,327 @@
+"""Images that are built: llama.cpp's build on a small project, and Python over a vLLM image."""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import hashlib
+import io
+import json
+import subprocess
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bakehouse.build.image_files import differences, image_files
+from bakehouse.ports.docker import ContainerSpec
+from tests.conftest import INVOKE, ROOT
+from tests.support import vllm_stand_in as stand_in
+from tests.support.checkpoints import gguf_bytes, llama_metadata, safetensors_bytes
+from tests.support.docker_engine import Engine
+from tests.support.githost import Repo, serve_git
+from tests.support.recipes import recipe_data, write_recipe
+from tests.support.small_engine import FILES
+from tests.support.vllm_image import debian, import_root
+
+pytestmark = [pytest.mark.integration, pytest.mark.docker, pytest.mark.timeout(240)]
+
+BUILDER, BASE = "build-test/builder:1", "build-test/vllm:1"
+PACKAGES = "/usr/lib/python3/dist-packages"
+GLIMMER = "MuseGlimmerForCausalLM"
+
+
+@dataclass
+class Home:
+    """A user's home with one recipe."""
+
+    folder: Path
+    engine: Engine
+
+    def run(self, task: str, *flags: str, exits: int = 0, **env: str) -> dict[str, Any]:
+        environment = {
+            **self.engine.environment,
+            "BAKEHOUSE_HOME": str(self.folder / "home"),
+            **env,
+        }
+        argv = [str(INVOKE), task, "--recipe", str(self.folder / "test.yaml"), "--json", *flags]
+        done = subprocess.run(
+            argv, cwd=ROOT, env=environment, capture_output=True, check=False, timeout=200
+        )
+        assert done.returncode == exits, done.stdout.decode() + done.stderr.decode()
+        assert b"Traceback" not in done.stderr
+        document: dict[str, Any] = json.loads(done.stdout)
+        return document
+
+    def forget(self, image: str) -> None:
+        """Remove an image and what was built for it, the builder's cache included."""
+        self.engine.cli("rmi", "--force", image)
+        self.engine.cli("builder", "prune", "--all", "--force")
+
+
+@pytest.fixture
+def home(tmp_path: Path, docker_engine: Engine) -> Iterator[Home]:
+    yield Home(tmp_path, docker_engine)
+    for repository in ("bakehouse/test",):
+        for one in set(docker_engine.cli("images", "--quiet", repository).split()):
+            docker_engine.cli("rmi", "--force", one)
+
+
+@pytest.fixture(scope="module")
+def builder(docker_engine: Engine, test_cache: Path) -> str:
+    """Debian with a compiler, CMake and Ninja."""
+    root = debian(test_cache, "gcc,g++,cmake,ninja-build")
+    return import_root(docker_engine, root, BUILDER, "ENV PATH=/usr/bin:/bin")
+
+
+def archive(folder: Path, files: Mapping[str, str]) -> dict[str, Any]:
+    """Pack a source; give the recipe's words for it."""
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as tar:
+        for name, text in files.items():
+            info = tarfile.TarInfo(f"small/{name}")
+            info.size, info.mtime = len(text.encode()), 1_700_000_000
+            tar.addfile(info, io.BytesIO(text.encode()))
+    data = gzip.compress(plain.getvalue(), mtime=0)
+    (folder / "small.tar.gz").write_bytes(data)
+    sha256 = hashlib.sha256(data).hexdigest()
+    return {"archive": {"path": "small.tar.gz", "sha256": sha256, "number": 77}}
+
+
+def small(home: Home, files: Mapping[str, str] = FILES, **build: Any) -> None:
+    """Write the recipe of the small engine, built in a container."""
+    (home.folder / "model.gguf").write_bytes(gguf_bytes(llama_metadata()))
+    bases = {role: {"x86_64": BUILDER} for role in ("builder", "runtime")}
+    data = recipe_data(
+        source=archive(home.folder, files), build={"where": "docker", "bases": bases, **build}
+    )
+    write_recipe(home.folder, data)
+
+
+def test_a_server_is_built_in_a_container(home: Home, builder: str) -> None:
+    small(home, cmake={"SMALL_GREETING": "good morning $HOME"})
+    lock = home.run("lock")["result"]["lock"]
+    dry = home.run("build", "--dry-run")["result"]
+    built = home.run("build")
+    result = built["result"]
+    assert result["image"] == dry["image"]
+    verdicts = {c["id"]: c["verdict"] for c in built["checks"]}
+    assert set(verdicts.values()) == {"passed"}
+    assert {"configure.asked", "image.user", "image.labels", "artifact.stamp"} <= verdicts.keys()
+    port = home.engine.port()
+    image = port.image(result["image"])
+    assert image is not None
+    assert image.entrypoint == ("/opt/llama.cpp/bin/llama-server",)
+    assert image.labels["bakehouse.recipe"] == "test"
+    assert image.labels["bakehouse.source"] == lock["source_tree"]
+    said = port.ask(ContainerSpec(image=result["image"], network="none"), timeout=30)
+    assert "good morning $HOME" in said.out
+    assert "/build/src/llama.cpp" in said.out
+    added = {f.path for f in image_files(port, result["image"])} - {
+        f.path for f in image_files(port, BUILDER)
+    }
+    assert added == {
+        "opt/llama.cpp", "opt/llama.cpp/bin", "opt/llama.cpp/bin/llama-server",
+        "opt/llama.cpp/bin/libllama.so.0", "opt/llama.cpp/bin/libggml.so.0",
+    }  # fmt: skip
+    assert not list((home.folder / "home/cache/images/.work").glob("*"))
+    assert home.run("build")["result"]["reused"]
+
+
+def test_two_builds_give_the_same_files(home: Home, builder: str) -> None:
+    """By BuildKit, where the command line has it, and by the classic builder."""
+    small(home)
+    home.run("lock")
+    port = home.engine.port()
+    first = home.run("build", PATH="/usr/bin:/bin:/usr/sbin:/sbin")["result"]
+    files = image_files(port, first["image"])
+    home.forget(first["image"])
+    # A command line that knows no buildx, so that the classic builder is taken.
+    shim = home.folder / "bin"
+    shim.mkdir()
+    (shim / "docker").write_text(
+        '#!/bin/sh\ncase "$1" in --version) echo Docker version 99.0.0;;\n'
+        f'buildx) exit 1;; *) exec env PATH={home.engine.environment["PATH"]} docker "$@";; esac\n'
+    )
+    (shim / "docker").chmod(0o755)
+    path = f"{shim}:{home.engine.environment['PATH']}"
+    second = home.run("build", PATH=path)["result"]
+    assert not second["reused"]
+    assert second["content"] == first["content"]
+    assert differences(files, image_files(port, second["image"])) == ()
+
+
+def test_the_first_error_of_a_build_is_named(home: Home, builder: str) -> None:
+    small(home, {**FILES, "ggml.c": "int broken( { return 1; }\n"})
+    error = home.run("build", exits=6)["error"]
+    assert error["what"].startswith("compile failed: ")
+    assert "expected" in error["what"]
+    assert "ggml.c:1:" in error["where"]
+    assert home.engine.cli("images", "--quiet", "bakehouse/test") == ""
+
+
+def test_what_cmake_does_not_use_is_refused_before_it_compiles(home: Home, builder: str) -> None:
+    small(home, cmake={"SMALL_GREETINGS": "typo"})
+    failed = home.run("build", exits=6)
+    assert failed["error"]["id"] == "not-accepted"
+    assert "SMALL_GREETING" in failed["error"]["what"]
+    steps = json.loads(Path(failed["result"]["record"], "record.json").read_text())["steps"]
+    assert steps[-1]["id"] == "accept"
+
+
+def test_an_image_is_not_built_for_one_cpu(home: Home, builder: str) -> None:
+    small(home, cmake={"GGML_NATIVE": True})
+    assert home.run("build", exits=9)["error"]["id"] == "image-native"
+
+
+# Python over a vLLM image.
+
+
+@pytest.fixture(scope="module")
+def base(docker_engine: Engine, test_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Debian's Python with a small package named vllm, released as 0.1.0."""
+    more = tmp_path_factory.mktemp("vllm")
+    for name, text in stand_in.files("0.1.0").items():
+        path = more / PACKAGES.strip("/") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    root = debian(test_cache)
+    return import_root(docker_engine, root, BASE, "USER 1000:1000", "ENV PATH=/usr/bin:/bin",
+                       'ENTRYPOINT ["vllm","serve"]', more=more)  # fmt: skip
+
+
+def served(home: Home, **image: Any) -> None:
+    """Write a recipe that needs an architecture that the base image lacks."""
+    model = home.folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps({"architectures": [GLIMMER]}))
+    (model / "model.safetensors").write_bytes(safetensors_bytes({"w": ("F32", (2,), b"\0" * 8)}))
+    data = recipe_data(
+        engine="vllm", source=None, image={"ref": {"x86_64": BASE}, **image},
+        weights={"model": {"path": "model"}},
+        serve={"command": "vllm serve {{ weights.model.path }}"},
+    )  # fmt: skip
+    write_recipe(home.folder, data)
+
+
+def diff(path: str, old: str, new: str) -> str:
+    lines = difflib.unified_diff(
+        old.splitlines(keepends=True), new.splitlines(keepends=True), f"a/{path}", f"b/{path}"
+    )
+    return f"diff --git a/{path} b/{path}\n{''.join(lines)}"
+
+
+GOOD = diff(stand_in.PATH, stand_in.REGISTRY, stand_in.MORE)
+TEST_FILE = """\
+diff --git a/tests/t.py b/tests/t.py
+new file mode 100644
+--- /dev/null
++++ b/tests/t.py
+@@ -0,0 +1 @@
++x = 1
+"""
+
+
+def test_the_base_alone_is_not_able(home: Home, base: str) -> None:
+    served(home)
+    error = home.run("build", exits=6)["error"]
+    assert error["id"] == "image-unable"
+
+
+def test_a_patch_makes_it_able(home: Home, base: str) -> None:
+    (home.folder / "fix.patch").write_text(GOOD + TEST_FILE)
+    served(home, patches=[{"file": "fix.patch"}])
+    home.run("lock")
+    built = home.run("build", "--locked")
+    verdicts = {c["id"]: c["verdict"] for c in built["checks"]}
+    assert verdicts == dict.fromkeys(
+        ("image.labels", "image.overlay", "image.user", "image.model"), "passed"
+    )
+    image = home.engine.port().image(built["result"]["image"])
+    assert image is not None
+    assert (image.user, image.entrypoint) == ("1000:1000", ("vllm", "serve"))
+    sha256 = hashlib.sha256((GOOD + TEST_FILE).encode()).hexdigest()
+    assert sha256 in image.labels["bakehouse.patches"]
+    was = image_files(home.engine.port(), BASE)
+    lines = differences(was, image_files(home.engine.port(), built["result"]["image"]))
+    assert [line.partition(": ")[0] for line in lines] == [
+        f"usr/lib/python3/dist-packages/{stand_in.PATH}"
+    ]
+    record = json.loads(Path(built["result"]["record"]).read_text())
+    assert record["facts"]["overlay"]["left out"] == ["tests/t.py"]
+    assert home.run("build")["result"]["reused"]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "id_"),
+    [
+        (GOOD.replace("-NAMES = [", "-NAMES = [1, "), 5, "patch-conflicts"),
+        (GOOD + GOOD.replace(stand_in.PATH, "csrc/kernel.cu"), 6, "overlay-compiled"),
+        (TEST_FILE, 6, "overlay-empty"),
+    ],
+)
+def test_patches_that_cannot_be_laid_over(
+    home: Home, base: str, text: str, code: int, id_: str
+) -> None:
+    (home.folder / "fix.patch").write_text(text)
+    served(home, patches=[{"file": "fix.patch"}])
+    error = home.run("build", exits=code)["error"]
+    assert error["id"] == id_, error
+
+
+@pytest.fixture
+def upstream(tmp_path: Path) -> Iterator[Repo]:
+    """The repository, whose tag v0.1.0 is what the base image was built from."""
+    with serve_git(tmp_path / "host") as host:
+        repo = host.repo("vllm/vllm.git")
+        repo.commit(branch(), ref="refs/tags/v0.1.0")
+        yield repo
+
+
+def branch(registry: str = stand_in.REGISTRY, **more: str) -> dict[str, str]:
+    """A commit's files: the package without what the build writes, and more."""
+    package = {**stand_in.files("0.1.0", registry), "csrc/kernel.cu": "old", "README.md": "x"}
+    del package["vllm/_version.py"]
+    return package | more
+
+
+def test_a_branch_makes_it_able(home: Home, base: str, upstream: Repo) -> None:
+    files = branch(stand_in.MORE, **{"vllm/new.py": "new = 1\n", "docs/x.md": "x"})
+    del files["vllm/old.py"]
+    commit = upstream.commit(files, ref="refs/pull/51655/head")
+    served(home, source={"git": upstream.url, "commit": commit})
+    home.run("lock")
+    built = home.run("build", "--locked")
+    image = built["result"]["image"]
+    assert {c["verdict"] for c in built["checks"]} == {"passed"}
+    lines = differences(
+        image_files(home.engine.port(), BASE), image_files(home.engine.port(), image)
+    )
+    folder = "usr/lib/python3/dist-packages"
+    assert [line.partition(": ")[0].removeprefix(f"{folder}/") for line in lines] == [
+        stand_in.PATH, "vllm/new.py", "vllm/old.py",
+    ]  # fmt: skip
+    found = home.engine.port().image(image)
+    assert found is not None
+    assert found.labels["bakehouse.source"] == commit
+
+
+def test_branches_that_cannot_be_laid_over(home: Home, base: str, upstream: Repo) -> None:
+    commit = upstream.commit(branch(stand_in.MORE, **{"csrc/kernel.cu": "new"}))
+    served(home, source={"git": upstream.url, "commit": commit})
+    error = home.run("build", exits=6)["error"]
+    assert error["id"] == "overlay-compiled"
+    assert "csrc/kernel.cu" in error["what"]
+    # The image is not what its version says.
+    upstream.commit(branch(**{"vllm/old.py": "other = 1\n"}), ref="refs/tags/v0.1.0")
+    files = branch(stand_in.MORE)
+    del files["vllm/old.py"]
+    served(home, source={"git": upstream.url, "commit": upstream.commit(files)})
+    home.run("lock", "--update")
+    assert home.run("build", exits=6)["error"]["id"] == "overlay-base"
+    # The repository does not know the image's release.
+    upstream.delete("refs/tags/v0.1.0")
+    assert home.run("build", exits=6)["error"]["id"] == "overlay-base"
