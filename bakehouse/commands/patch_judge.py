@@ -14,12 +14,19 @@ from bakehouse.checks import not_passed
 from bakehouse.commands import serve
 from bakehouse.context import Context
 from bakehouse.engines.engine import engine_of
-from bakehouse.errors import BakehouseError, BuildFailed, NotCorrect, NotHealthy, PatchError
+from bakehouse.errors import (
+    BakehouseError,
+    BuildFailed,
+    NotCorrect,
+    NotHealthy,
+    PatchError,
+    RecipeError,
+)
 from bakehouse.lock import Lock, PatchPin
 from bakehouse.outcome import Outcome
 from bakehouse.patches import for_run
 from bakehouse.patches.evidence import Side
-from bakehouse.patches.judge import Judged, judge, slower
+from bakehouse.patches.judge import Judged, faster, judge, slower
 from bakehouse.patches.manifest import Expect, Fit, PatchVerdict
 from bakehouse.patches.measure import Measure, Read, Wants, longer, read_log, side, wants
 from bakehouse.patches.pin import Pinned
@@ -48,8 +55,6 @@ class Case:
     """The same without it, other patches in place."""
     name: str
     expect: Expect = field(default_factory=Expect)
-    set_: tuple[str, ...] = ()
-    accept_memory_risk: str = ""
 
     def lock(self, name: str) -> Lock:
         """Give the lock of a side."""
@@ -106,8 +111,8 @@ def judge_case(ctx: Context, case: Case) -> Verdict:
             server.prepare()
         without, patched = (server.measure() for server in servers.values())
         judged = judge(without, patched, case.expect, speculates=_speculates(case))
-        if slower(judged.speed, case.expect) and judged.harms == 1:
-            ctx.progress.say("the patched server is slower: both are served again, to be sure")
+        if slower(judged.speed, case.expect) or faster(judged.speed):
+            ctx.progress.say(f"speed {judged.speed}: both are served again, to be sure")
             patched = longer(patched, servers["with"].speed())
             without = longer(without, servers["without"].speed())
             judged = judge(without, patched, case.expect, speculates=_speculates(case))
@@ -120,7 +125,7 @@ def judge_case(ctx: Context, case: Case) -> Verdict:
         code = {"harmful": PatchError.exit_code, "not judged": NotHealthy.exit_code}.get(word, 0)
         record.finish(f"{word}: {judged.reasons[0]}", exit_code=code)
     text = "\n".join(lines(case.name, case.pin, case.patched, judged, (without, patched)))
-    date = ctx.clock.now().isoformat(timespec="seconds")
+    date = ctx.clock.now().strftime("%Y-%m-%dT%H:%M:%SZ")
     return Verdict(judged, (without, patched), found, record.record, date, text)
 
 
@@ -184,8 +189,8 @@ class _Server:
         self._name = name
         self._problem: str | None = None
         self._options = serve.Options(
-            recipe=str(case.loaded.path), set_=case.set_, port="0", foreground=True,
-            accept_memory_risk=case.accept_memory_risk, instance=f"judge-{id_}-{name}",
+            recipe=str(case.loaded.path), port="0", foreground=True,
+            instance=f"judge-{id_}-{name}",
         )  # fmt: skip
         self._build = ""
         self._log = Path("server.log")
@@ -202,6 +207,12 @@ class _Server:
             except SERVES as error:
                 word = "build" if isinstance(error, BuildFailed) else "serve"
                 self._problem = f"it does not {word}: {error.what}"
+                record.finish(self._problem, exit_code=error.exit_code)
+            except RecipeError as error:
+                if self._name == "with" or error.id != "flag-unknown":
+                    raise
+                # A flag that the patch brings: the recipe is right, and this server is too old.
+                self._problem = f"it does not take the command: {error.faults[0].message}"
                 record.finish(self._problem, exit_code=error.exit_code)
             else:
                 record.finish("prepared")

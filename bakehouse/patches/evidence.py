@@ -126,6 +126,11 @@ class Speed(Frozen):
         """The ratio of the patched one's fastest round to the other's slowest."""
         return self.patched_spread[1] / self.without_spread[0]
 
+    @property
+    def at_worst(self) -> float:
+        """The ratio of the patched one's slowest round to the other's fastest."""
+        return self.patched_spread[0] / self.without_spread[1]
+
     def __str__(self) -> str:
         """Give it in words."""
         (low, high), (a, b) = self.patched_spread, self.without_spread

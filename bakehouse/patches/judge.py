@@ -39,8 +39,6 @@ class Judged:
     changes: tuple[Change, ...]
     """Kinds of log lines that differ."""
     speed: Speed | None
-    harms: int = 0
-    """How many checks say that it harms."""
 
 
 @dataclass
@@ -85,8 +83,7 @@ def judge(without: Side, patched: Side, expect: Expect, *, speculates: bool = Fa
         _log(court, without, patched, changes)
         _patterns(court, without, patched, expect)
     word = _word(court)
-    harms = len(court.weighed("harmful"))
-    return Judged(word, _reasons(court, word), tuple(court.checks), changes, speed, harms)
+    return Judged(word, _reasons(court, word), tuple(court.checks), changes, speed)
 
 
 def _word(court: _Court) -> Word:
@@ -126,7 +123,10 @@ def _compared(court: _Court, without: Side) -> None:
         court.rule(check("patch.base", expected, seen, without.log, ok=True), "experimental")
         return
     what = "in part" if without.asked else "not"
-    says = f"the unpatched server could {what} be compared with: {without.problem}"
+    says = (
+        f"the unpatched server could {what} be compared with ({without.problem}); the patched one "
+        "is judged by its own suites, its log and what is expected of it"
+    )
     court.rule(
         check("patch.base", expected, without.problem, without.log, ok=None), "experimental", says
     )
@@ -208,8 +208,8 @@ def parting(before: str, now: str) -> str:
     same = next((n for n, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), None)
     place = min(len(before), len(now)) if same is None else same
     return (
-        f"parts after {place} of {max(len(before), len(now))} characters: {now[place:][:40]!r} "
-        f"where {before[place:][:40]!r} is said without"
+        f"parts after {place} of {max(len(before), len(now))} characters: {now[place:][:24]!r} "
+        f"where {before[place:][:24]!r} is said without"
     )
 
 
@@ -261,19 +261,33 @@ def _kept(old: tuple[int, int] | None, new: tuple[int, int] | None) -> bool | No
 
 def slower(speed: Speed | None, expect: Expect) -> bool:
     """Whether a server is slower beyond the bound, even if its best round is held to the worst."""
-    bound = expect.speed or SLOWEST
-    return speed is not None and speed.apart and speed.at_best < bound
+    return speed is not None and speed.at_best < _bound(expect)
+
+
+def faster(speed: Speed | None) -> bool:
+    """Whether a server is faster by as much, even if its worst round is held to the best."""
+    return speed is not None and speed.at_worst > 1 / SLOWEST
+
+
+def _bound(expect: Expect) -> float:
+    return expect.speed if expect.speed and expect.speed <= 1 else SLOWEST
 
 
 def _speed(court: _Court, without: Side, speed: Speed | None, expect: Expect) -> None:
-    bound = expect.speed or SLOWEST
+    seen = str(speed) if speed else None
+    where = f"generation, {len(without.rounds)} rounds"
     one = check(
-        "patch.speed", f"at least x{bound:g} of the unpatched server's decode speed",
-        str(speed) if speed else None, f"generation, {len(without.rounds)} rounds",
-        ok=None if speed is None else not slower(speed, expect),
+        "patch.speed", f"at least x{_bound(expect):g} of the unpatched server's decode speed", seen,
+        where, ok=None if speed is None else not slower(speed, expect),
     )  # fmt: skip
     court.rule(one, "harmful", f"slower: {speed}" if speed else "decode speed is not known")
-    if speed and speed.apart and speed.ratio > 1 / SLOWEST:
+    if expect.speed and expect.speed > 1:
+        gain = None if speed is None else speed.apart and speed.ratio >= expect.speed
+        expected = f"at least x{expect.speed:g} of it, and beyond the noise"
+        court.rule(check("patch.expect.speed", expected, seen, where, ok=gain), "unmet")
+        if gain:
+            court.effects.append(f"faster, as expected: {speed}")
+    elif faster(speed):
         court.effects.append(f"faster: {speed}")
 
 
@@ -309,7 +323,8 @@ def _signatures(court: _Court, without: Side, patched: Side) -> None:
     court.rule(
         check("patch.log.signatures", "no known fault that the unpatched log lacks", seen, where,
               ok=first is None if patched.lines else None),
-        "harmful" if bad else "experimental", f"a known fault in the log: {seen}",
+        "harmful" if bad else "experimental",
+        f"a known fault in the log, at which serve ends a server: {seen}",
     )  # fmt: skip
 
 

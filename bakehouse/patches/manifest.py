@@ -81,7 +81,8 @@ class Expect(Frozen):
     suites: tuple[SuiteName, ...] = ()
     """Suites that have to pass, beside those of the recipe."""
     speed: Annotated[Number, Field(gt=0)] | None = None
-    """Share of the unpatched server's decode speed below which it harms; by default 0.9."""
+    """Share of the unpatched server's decode speed below which it harms, by default 0.9; above 1,
+    the gain that it is for."""
     answers_may_differ: Flag = False
     """Without it, at temperature 0 it has to say word for word what it says without the patch."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bakehouse.checks import Check
 from bakehouse.lock import Lock, PatchPin
 from bakehouse.patches.contrast import Change
 from bakehouse.patches.evidence import Side
@@ -47,13 +46,12 @@ def _verdict(one: Side, suite: str) -> str:
 def lines(
     name: str, pin: PatchPin, lock: Lock, judged: Judged, sides: tuple[Side, Side]
 ) -> list[str]:
-    """Give what is printed. Untrusted text is cleaned."""
+    """Give what is printed beside the checks. Untrusted text is cleaned."""
     without, patched = sides
     told = [
         f"patch       {name}, sha256 {pin.file.sha256[:16]}, on {lock.stamp.partition('-')[0]}",
         f"without     build {without.build[:16]}, {_how(without)}",
         f"with        build {patched.build[:16]}, {_how(patched)}",
-        *_checks(judged.checks),
         *_changes(judged.changes),
         "",
         *_word(judged),
@@ -63,16 +61,6 @@ def lines(
 
 def _how(one: Side) -> str:
     return one.problem or f"{one.requests} requests, {one.lines:,} lines of log"
-
-
-def _checks(checks: Sequence[Check]) -> list[str]:
-    """Give a line a check, what it expected only where it did not pass."""
-    rows = []
-    for one in checks:
-        name = one.id.removeprefix("patch.")
-        said = one.observed if one.passed else f"{one.observed} (expected: {one.expected})"
-        rows.append(f"{one.verdict:8}    {name:22}{said}"[:400])
-    return rows
 
 
 def _changes(changes: Sequence[Change]) -> list[str]:

@@ -21,7 +21,14 @@ from bakehouse import cli
 from bakehouse.commands import serve as serve_command
 from bakehouse.commands.patch_judge import Case, Verdict, judge_case
 from bakehouse.context import Context
-from bakehouse.errors import BuildFailed, HostError, NotHealthy, PatchError
+from bakehouse.errors import (
+    BuildFailed,
+    Fault,
+    HostError,
+    NotHealthy,
+    PatchError,
+    RecipeError,
+)
 from bakehouse.lock import Lock
 from bakehouse.patches import for_run
 from bakehouse.patches.manifest import Expect
@@ -234,7 +241,6 @@ def test_a_faster_server_is_clean(judged: Judge) -> None:
     found = judged(patched=["rate=30"])
     assert found.judged.word == "clean"
     assert found.judged.reasons[0].startswith("faster: x1.50")
-    assert [len(one.rounds) for one in found.sides] == [3, 3]
 
 
 def test_other_words_are_experimental(judged: Judge) -> None:
@@ -263,6 +269,27 @@ def test_without_an_unpatched_server_nothing_is_clean(judged: Judge, places: Pla
     assert found.judged.word == "experimental"
     assert "the unpatched server could not be compared with" in found.judged.reasons[0]
     assert nothing_left(places)
+
+
+def test_a_flag_that_the_patch_brings(
+    judged: Judge, builds: Builds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The unpatched server does not take the command: said, and never clean."""
+
+    def know(ctx: Context, build: BuildPlan, *_: object) -> tuple[()]:
+        if "-p" not in build.inputs.stamp:
+            fault = Fault("tiny.yaml", 12, 3, "serve.command: no --new-flag")
+            error = RecipeError("the server does not take the command", [fault])
+            error.id = "flag-unknown"
+            raise error
+        return ()
+
+    monkeypatch.setattr(serve_command, "know_flags", know)
+    found = judged()
+    assert found.judged.word == "experimental"
+    assert "it does not take the command: serve.command: no --new-flag" in found.judged.reasons[0]
+    assert "judged by its own suites" in found.judged.reasons[0]
+    assert builds.made == ["without", "with"]
 
 
 def test_where_neither_serves_nothing_is_judged(judged: Judge, places: Places) -> None:

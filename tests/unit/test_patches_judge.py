@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bakehouse.checks import Verdict, not_passed
 from bakehouse.lock import ArchivePin, FilePin, Lock, PatchPin
 from bakehouse.patches.evidence import Grave, Side, Spoken, speed_of
-from bakehouse.patches.judge import Judged, judge, parting, slower
+from bakehouse.patches.judge import Judged, faster, judge, parting, slower
 from bakehouse.patches.kinds import kinds_of
 from bakehouse.patches.manifest import Expect
 from bakehouse.patches.tell import evidence, lines
@@ -220,7 +220,7 @@ def test_without_a_server_to_compare_with_nothing_is_clean() -> None:
     dead = side("without", asked=False, problem="it ended", suites=(), rounds=(), kinds=(), lines=0)
     found = verdict(side(), dead)
     assert found.word == "experimental"
-    assert "could not be compared with: it ended" in found.reasons[0]
+    assert "could not be compared with (it ended); the patched one" in found.reasons[0]
     lame = side("without", problem="it died in the middle")
     assert verdict(side(), lame).word == "experimental"
     nothing = judge(dead, side(asked=False, problem="it ended too"), PLAIN)
@@ -338,7 +338,19 @@ def test_speed_is_of_what_both_answered() -> None:
     assert found.patched == pytest.approx(10.0)
     assert slower(found, PLAIN)
     assert not slower(found, Expect.model_validate({"speed": 0.4}))
-    assert speed_of(side("without"), side(rounds=rounds(problem="x"))) is None
+    assert not faster(found)
+    assert faster(speed_of(side(rounds=broken), side("without")))
+    near = speed_of(side("without", rounds=rounds(20.0, 2.0)), side(rounds=rounds(24.0, 2.0)))
+    assert near
+    assert not faster(near)
+
+
+@pytest.mark.parametrize(
+    ("rate", "word"), [(31.0, "clean"), (22.0, "no effect"), (20.0, "no effect"), (10.0, "harmful")]
+)
+def test_a_gain_that_is_expected(rate: float, word: str) -> None:
+    expect = Expect.model_validate({"speed": 1.5})
+    assert verdict(side(rounds=rounds(rate)), expect=expect).word == word
 
 
 def test_where_two_texts_part() -> None:
