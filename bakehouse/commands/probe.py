@@ -13,11 +13,11 @@ from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, LockError, NotCorrect, NotHealthy, UsageError
 from bakehouse.outcome import Outcome
 from bakehouse.ports.http import Unreachable
-from bakehouse.probe.accept import take_golden
+from bakehouse.probe.accept import change, take_golden
 from bakehouse.probe.ask import served
-from bakehouse.probe.golden import known_of, write_golden
+from bakehouse.probe.golden import known_of, read_golden, write_golden
 from bakehouse.probe.prove import answer_lines, explain, prove
-from bakehouse.probe.types import Endpoint, Known, Proof
+from bakehouse.probe.types import Endpoint, Golden, Known, Proof
 from bakehouse.recipe.gate import Probe, SuiteName
 from bakehouse.recipe.load import find, load
 from bakehouse.records.store import Run
@@ -130,8 +130,15 @@ def _judge(ctx: Context, target: Target, run: Run, known: Known | None) -> Proof
 def _accept(ctx: Context, endpoint: Endpoint, known: Known, run: Run) -> Path:
     """Keep the golden values of a server that has just proven itself. Raises NotHealthy."""
     with run.step("golden"):
-        path = write_golden(known, take_golden(ctx, endpoint, known))
+        golden = take_golden(ctx, endpoint, known)
+        before: Golden | None = None
+        with suppress(LockError):  # a damaged one is replaced
+            before = read_golden(known)
+        path = write_golden(known, golden)
     run.fact("golden", str(path))
+    if before and (told := change(before, golden)):
+        run.fact("golden_change", told)
+        ctx.progress.say(told)
     return path
 
 

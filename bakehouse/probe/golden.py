@@ -6,6 +6,7 @@ over the weights' content, so that two recipes that serve the same files share i
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from bakehouse.errors import HostError, LockError
 from bakehouse.lock import Lock
 from bakehouse.probe.types import Golden, Known
 from bakehouse.recipe.model import Recipe
+
+SCHEMA = 1
 
 
 def weights16(lock: Lock) -> str:
@@ -71,14 +74,7 @@ def read_golden(known: Known | None) -> Golden | None:
     except OSError as error:
         raise HostError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise LockError(
-            f"these are no golden values: {first['msg']}{f' at {place}' if place else ''}",
-            where=str(path),
-            hint="restore the file from git, or remove it and run probe --accept-golden",
-            id="golden",
-        ) from error
+        raise _damaged(error, path) from error
     if (golden.weights16, golden.kv_cache) != (known.weights16, known.kv_cache):
         raise LockError(
             f"these golden values belong to {golden.weights16}-{golden.kv_cache}",
@@ -87,6 +83,18 @@ def read_golden(known: Known | None) -> Golden | None:
             id="golden",
         )
     return golden
+
+
+def _damaged(error: ValidationError, path: Path) -> LockError:
+    """Say what is wrong with a file of golden values."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    hint = "restore the file from git, or remove it and run probe --accept-golden"
+    what = f"these are no golden values: {first['msg']}{f' at {place}' if place else ''}"
+    if place == "schema" and isinstance(first["input"], int) and first["input"] > SCHEMA:
+        what = f"these are golden values of schema {first['input']}; this one reads {SCHEMA}"
+        hint = "a newer Bakehouse wrote them: update this one"
+    return LockError(what, where=str(path), hint=hint, id="golden")
 
 
 _LIST = re.compile(r"\[\s+([^][{}]*?)\s+\]")
@@ -98,11 +106,16 @@ def _on_one_line(found: re.Match[str]) -> str:
 
 
 def write_golden(known: Known, golden: Golden) -> Path:
-    """Write golden values; an older file is replaced. Raises HostError."""
+    """Write golden values; an older file is replaced, at once or not at all. Raises HostError."""
     path = golden_path(known)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_LIST.sub(_on_one_line, to_json(golden)))
+        half = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            half.write_text(_LIST.sub(_on_one_line, to_json(golden)))
+            half.replace(path)
+        finally:
+            half.unlink(missing_ok=True)
     except OSError as error:
         raise HostError(f"cannot be written: {error.strerror}", where=str(path)) from error
     return path

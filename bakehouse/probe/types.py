@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bakehouse.base import Frozen
 from bakehouse.checks import Check, Verdict
@@ -47,18 +47,35 @@ class Known:
     """The folder of golden values."""
 
 
+Token = Annotated[int, Field(ge=0)]
+LogProb = Annotated[float, Field(ge=-1000, le=0.001, allow_inf_nan=False)]
+"""Nats."""
+
+
 class GoldenText(Frozen):
     """A text's tokens, and the log-probability of each but the first, in nats."""
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    tokens: Annotated[tuple[Token, ...], Field(min_length=2)]
+    logprobs: tuple[LogProb, ...]
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if len(self.logprobs) != len(self.tokens) - 1:
+            raise ValueError("each token but the first has one probability")
+        return self
 
 
 class GoldenPlace(Frozen):
     """One place of a reference run: the likeliest tokens, best first, and their nats."""
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    tokens: Annotated[tuple[Token, ...], Field(min_length=1)]
+    logprobs: tuple[LogProb, ...]
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if len(self.logprobs) != len(self.tokens):
+            raise ValueError("each token has one probability")
+        return self
 
 
 class Golden(Frozen):
@@ -73,11 +90,11 @@ class Golden(Frozen):
     """Digest of the server that they were taken from; see `Known`."""
     version: str = ""
     """The engine's own word for its build."""
-    texts: dict[str, GoldenText]
+    texts: Annotated[dict[str, GoldenText], Field(min_length=1)]
     """By name, as in `texts.yaml`."""
     data: str
     """Digest over the texts, 16 hex digits: golden values of other texts say nothing."""
-    prompt: tuple[int, ...] = ()
+    prompt: tuple[Token, ...] = ()
     """Tokens that the reference run goes on from."""
     places: tuple[GoldenPlace, ...] = ()
     """The reference run, greedy: at each place the first token was taken."""

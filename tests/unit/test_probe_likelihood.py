@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bakehouse.checks import Verdict
 from bakehouse.errors import HostError, LockError, NotHealthy
 from bakehouse.lock import FilePin, Lock, WeightPin
-from bakehouse.probe.accept import take_golden
+from bakehouse.probe.accept import change, take_golden
 from bakehouse.probe.golden import (
     backend_of,
     golden_path,
@@ -265,12 +266,69 @@ class TestGolden:
         with pytest.raises(NotHealthy, match="golden values cannot be taken"):
             take_golden(server, endpoint(), KNOWN)
 
-    @pytest.mark.parametrize("text", ["", "{}", "[]", "{", '{"schema": 2}', "\x00"])
+    @pytest.mark.parametrize("text", ["", "{}", "[]", "{", '{"schema": 0}', "\x00"])
     def test_a_damaged_file_is_an_error_that_says_so(self, tmp_path: Path, text: str) -> None:
         known = replace(KNOWN, goldens=tmp_path)
         golden_path(known).write_text(text)
         with pytest.raises(LockError, match="no golden values"):
             read_golden(known)
+
+    @pytest.mark.parametrize(
+        "edit",
+        [
+            lambda t: t["texts"]["prose"]["logprobs"].pop(),
+            lambda t: t["texts"]["prose"]["logprobs"].append(-1.0),
+            lambda t: t["texts"]["prose"]["tokens"].append(7),
+            lambda t: t["texts"]["prose"]["logprobs"].__setitem__(0, float("nan")),
+            lambda t: t["texts"]["prose"]["logprobs"].__setitem__(0, float("-inf")),
+            lambda t: t["texts"]["prose"]["logprobs"].__setitem__(0, 0.5),
+            lambda t: t["texts"]["prose"]["tokens"].__setitem__(0, -3),
+            lambda t: t["texts"].clear(),
+            lambda t: t["places"][0]["tokens"].clear(),
+            lambda t: t["places"][0]["logprobs"].pop(),
+            lambda t: t.update(mean=2.5),
+        ],
+    )
+    def test_an_edited_file_is_an_error_and_no_traceback(
+        self, tmp_path: Path, edit: Callable[[dict[str, Any]], Any]
+    ) -> None:
+        known = replace(KNOWN, goldens=tmp_path)
+        write_golden(known, TestReference.GOLDEN)
+        told = json.loads(golden_path(known).read_text())
+        edit(told)
+        golden_path(known).write_text(json.dumps(told))
+        with pytest.raises(LockError, match="no golden values"):
+            read_golden(known)
+
+    def test_a_newer_schema_says_so(self, tmp_path: Path) -> None:
+        known = replace(KNOWN, goldens=tmp_path)
+        golden_path(known).write_text('{"schema": 2}')
+        with pytest.raises(LockError, match="schema 2; this one reads 1") as caught:
+            read_golden(known)
+        assert "newer Bakehouse" in str(caught.value.hint)
+
+    def test_a_write_that_fails_leaves_the_old_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        known = replace(KNOWN, goldens=tmp_path)
+        write_golden(known, golden())
+
+        def full(path: Path, text: str) -> None:
+            with path.open("w") as file:
+                file.write(text[:100])
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_text", full)
+        with pytest.raises(HostError, match="No space"):
+            write_golden(known, golden(scores(0.5)))
+        assert read_golden(known) == golden()
+        assert len(list(tmp_path.iterdir())) == 1
+
+    def test_what_replaces_other_values_says_so(self) -> None:
+        assert change(golden(), golden(scores(0.01))) is None
+        assert "+0.5000 nats" in str(change(golden(), golden(scores(0.5))))
+        other = {n: replace(s, tokens=(*TOKENS[:-1], 999)) for n, s in scores().items()}
+        assert "other texts or tokens" in str(change(golden(), golden(other)))
 
     def test_a_file_of_other_weights_is_refused(self, tmp_path: Path) -> None:
         known = replace(KNOWN, goldens=tmp_path)
