@@ -130,7 +130,8 @@ def _next_hop(url: str, location: str) -> str:
     try:
         there = urljoin(url, location)
         parts = urlsplit(there)
-        good = parts.port != 0 and len(parts.hostname or "") < 254 and there.isascii()
+        host = parts.hostname or ""
+        good = parts.port != 0 and len(host) < 254 and host.isascii()
     except ValueError:
         good = False
     if not good:
@@ -168,10 +169,15 @@ def exchange(
     with _session(connections or Connections()) as session:
         for _ in range(MAX_REDIRECTS):
             session.trust_env = not is_loopback(url)
-            response = session.request(
-                method, url, json=json, headers=sent, timeout=timeouts,
-                allow_redirects=False, stream=True,
-            )  # fmt: skip
+            try:
+                response = session.request(
+                    method, url, json=json, headers=sent, timeout=timeouts,
+                    allow_redirects=False, stream=True,
+                )  # fmt: skip
+            except requests.RequestException:
+                raise
+            except ValueError as error:  # it looks at where a redirect leads, and trips over it
+                raise Unreachable("a header of the answer is malformed") from error
             location = response.headers.get("Location")
             follow = method in ("GET", "HEAD") and response.status_code in _REDIRECTS
             if not follow or not location:

@@ -141,6 +141,20 @@ def test_a_redirect_to_another_scheme_is_not_followed(
         http.download(host.at("/"), tmp_path / "f")
 
 
+@pytest.mark.parametrize(
+    "to", ["http://[bad/", "http://127.0.0.1:99999/", "http://h:0/", f"http://{'a' * 60_000}/"]
+)
+def test_a_redirect_to_no_address_says_so(
+    host: FileHost, http: RealHttp, to: str, tmp_path: Path
+) -> None:
+    host.put("/", b"", redirect(to), redirect(to))
+    named = "redirected to an address that is none|a header of the answer is malformed"
+    with pytest.raises(Unreachable, match=named):
+        http.ask("GET", host.at("/"))
+    with pytest.raises(HostError, match=named):
+        http.download(host.at("/"), tmp_path / "f")
+
+
 def test_a_redirect_loop_ends(host: FileHost, http: RealHttp) -> None:
     host.put("/", b"", *[redirect("/")] * 20)
     with pytest.raises(Unreachable, match="redirected more than"):
