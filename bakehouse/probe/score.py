@@ -69,10 +69,22 @@ def score_text(talk: Talk, text: str, *, top: int = 0) -> Scored:
         return _prompt_logprobs(talk, text, top)
     if told.problem is not None:
         return _trouble(told, "tokenizing")
-    tokens = told.data.get("tokens") if isinstance(told.data, dict) else None
-    if not isinstance(tokens, list) or len(tokens) < 2 or not all(map(_is_id, tokens)):
+    tokens = _tokens_of(told, text)
+    if len(tokens) < 2:
         return Scored(problem="the answer of /tokenize is no list of tokens", trouble="reply")
     return score_tokens(talk, tokens, top=top)
+
+
+SPECIAL = 16
+"""So many tokens at most stand for no byte of a text."""
+
+
+def _tokens_of(told: Told, text: str) -> list[int]:
+    """Read the tokens of a text; none where they are none, or more than it has bytes."""
+    tokens = told.data.get("tokens") if isinstance(told.data, dict) else None
+    if not isinstance(tokens, list) or len(tokens) > len(text.encode()) + SPECIAL:
+        return []
+    return tokens if all(map(_is_id, tokens)) else []
 
 
 def score_tokens(talk: Talk, tokens: Sequence[int], *, top: int = 0) -> Scored:
@@ -185,6 +197,9 @@ def _one_by_one(talk: Talk, tokens: Sequence[int], top: int) -> Scored:
                 return _refused(talk, body, tokens[place], place)
             rows.append(row)
             bar.update(place, len(tokens) - 1)
+            if talk.spent:
+                why = f"{place} of {len(tokens) - 1} tokens took {talk.cost.seconds:.0f} s"
+                return Scored(problem=why, trouble="lost")
     return _read(tokens, rows, top, "logit_bias")
 
 
@@ -278,8 +293,8 @@ def greedy(talk: Talk, text: str, count: int) -> Scored:
     told = talk.post("/tokenize", {"content": text, "add_special": True})
     if told.problem is not None:
         return _trouble(told, "tokenizing")
-    tokens = told.data.get("tokens") if isinstance(told.data, dict) else None
-    if not isinstance(tokens, list) or not tokens or not all(map(_is_id, tokens)):
+    tokens = _tokens_of(told, text)
+    if not tokens:
         return Scored(problem="the answer of /tokenize is no list of tokens", trouble="reply")
     body = {
         "prompt": tokens, "n_predict": count, "n_probs": 1, "temperature": 0,

@@ -79,6 +79,11 @@ class Talk:
             seconds = round(self._clock.monotonic() - self._began, 3)
             return self._cost.model_copy(update={"seconds": seconds})
 
+    @property
+    def spent(self) -> bool:
+        """Whether all requests together took as long as a single one may take at most."""
+        return self.cost.seconds > self._patience.most
+
     def get(self, path: str) -> Told:
         """Ask for a document; see `post`."""
         return self._patiently("GET", path, None, 0)

@@ -10,8 +10,9 @@ import pytest
 
 from bakehouse.ports.http import Unreachable
 from bakehouse.probe.score import FLOOR, Scored, greedy, logprob, score_text, score_tokens
+from bakehouse.probe.talk import Patience, Talk
 from tests.support import scripted
-from tests.support.scripted import Answer, Llama, talk, varied, vllm
+from tests.support.scripted import Answer, Llama, Scripted, talk, varied, vllm
 
 TEXT = "some text"
 
@@ -180,3 +181,23 @@ def test_logits_that_no_sound_weights_make_are_told_from_a_server_that_forces_no
         return {"completion_probabilities": [row]}
 
     assert score_text(talk(answer), TEXT).trouble == trouble
+
+
+def test_more_tokens_than_a_text_has_bytes_are_none_of_it() -> None:
+    asked = []
+
+    def answer(path: str, body: dict[str, Any]) -> Any:
+        asked.append(path)
+        return {"tokens": [97] * 10_000}
+
+    assert score_text(talk(answer), TEXT).trouble == "reply"
+    assert greedy(talk(answer), TEXT, 4).trouble == "reply"
+    assert asked == ["/tokenize"] * 2
+
+
+def test_token_by_token_is_given_up_when_it_takes_for_ever() -> None:
+    around = Scripted(Llama(grammar=False))
+    hasty = Talk(around, scripted.endpoint(), Patience(most=0.0))
+    scored = score_text(hasty, TEXT)
+    assert (scored.trouble, scored.problem) == ("lost", "1 of 8 tokens took 0 s")
+    assert len(around.asked) == 3
