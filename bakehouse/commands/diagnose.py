@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import sys
 import zlib
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ _SAMPLE = 8192
 _ONLY_ZEROS = 64 << 20
 """Bytes: a log that begins with more zeros than these is none."""
 _CONTROLS = bytes(code for code in range(32) if code not in b"\a\b\t\n\v\f\r\x1b")
+_ZEROS = re.compile(rb"\0{16,}")
+"""A file system leaves such runs in a log that was open when the machine died."""
 _COPY = "see that it may be read, or give a copy of it"
 _KINDS = {
     b"GGUF": "a GGUF model",
@@ -149,7 +152,7 @@ def _first_bytes(raw: BufferedReader, file: str) -> bytes:
 
 def _must_be_text(head: bytes, file: str) -> None:
     kind = next((kind for magic, kind in _KINDS.items() if head.startswith(magic)), None)
-    sample = head[:_SAMPLE]
+    sample = _ZEROS.sub(b"", head)[:_SAMPLE]
     if kind is None and len(sample) - len(sample.translate(None, _CONTROLS)) > len(sample) // 50:
         kind = "a binary file"
     if kind:

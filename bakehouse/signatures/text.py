@@ -13,6 +13,8 @@ _ANSI = re.compile(
     re.IGNORECASE,
 )
 
+_QUOTES = re.compile(rb"\\u20(?:18|19|1c|1d)", re.IGNORECASE)
+
 _PREFIX = re.compile(
     r"""\s*(?:
       \d{1,4}\.\d\d\.\d{3}\.\d{3}\s+[DIWEFT](?=\s)                          # llama.cpp
@@ -28,16 +30,27 @@ _PREFIX = re.compile(
     | \#\d+\s\d+\.\d+                                                       # BuildKit
     | [\w.-]{1,64}\s{1,20}\|(?=\s)                                          # Compose
     | <\d{1,2}>                                                             # syslog priority
-    )(?:\s|(?=<))\s{0,200}""",
+    | [\w.:-]{1,64}\s[\w./@-]{1,64}\[\d{1,9}\]:                             # journald, short-iso
+    | \[rank\d{1,5}\]:                                                     # torchrun
+    | std(?:out|err)\s[FP](?=\s)                                           # Kubernetes' CRI
+    | \[pod/[\w./-]{1,160}\]                                               # kubectl --prefix
+    | \#\#\[\w{1,20}\]                                                     # GitHub Actions
+    | time="[^"]{1,40}"\slevel=\w{1,20}\smsg="                             # logfmt
+    )(?:\s|(?=<)|(?<=[\]"]))\s{0,200}""",
     re.VERBOSE,
 )
 _SHOWN = 500
 
 
 def without_colours(data: bytes) -> bytes:
-    """Take terminal escapes out, also those that a JSON logger wrote as backslash, u001b."""
+    """Take terminal escapes out, also those that a JSON logger wrote as backslash, u001b.
+
+    Typographic quotes that such a logger wrote as numbers become plain ones.
+    """
     if b"\x1b" in data or b"u001b" in data or b"U001B" in data or b"\\x1b" in data:
-        return _ANSI.sub(b"", data)
+        data = _ANSI.sub(b"", data)
+    if b"\\u20" in data:
+        data = _QUOTES.sub(b"'", data)
     return data
 
 

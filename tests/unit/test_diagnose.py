@@ -83,6 +83,15 @@ def test_a_log_that_was_cut_while_written_begins_with_zeros(
     assert diagnose.run(context, diagnose.Options(file)).exit == 7
 
 
+@pytest.mark.parametrize("data", [b"ok\n" + bytes(9000), b"ok\n" + bytes(9000) + FATAL.encode()])
+def test_a_short_log_that_a_crash_filled_with_zeros(
+    context: Context, tmp_path: Path, data: bytes
+) -> None:
+    done = diagnose.run(context, diagnose.Options(_log(tmp_path, data)))
+
+    assert done.exit == (7 if FATAL.encode() in data else 0)
+
+
 @pytest.mark.parametrize("text", ["", FATAL])
 def test_standard_input(context: Context, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,15 @@ DRESSES: dict[str, Callable[[str], str]] = {
     "Compose": lambda line: f"vllm-1  | {line}",
     "BuildKit": lambda line: f"#12 34.56 {line}",
     "JSON of Docker": _json_lines,
+    "JSON with numbers for quotes": lambda line: json.dumps({"message": line, "level": "info"}),
+    "journald, ISO": lambda line: f"2026-01-02T03:04:05+0100 spark llama-server[4242]: {line}",
+    "Kubernetes": lambda line: f"2026-01-02T03:04:05.678901234Z stderr F {line}",
+    "kubectl": lambda line: f"[pod/vllm-0/vllm] {line}",
+    "torchrun": lambda line: f"[rank0]: {line}",
+    "GitHub Actions": lambda line: f"2026-01-02T03:04:05.1234567Z ##[error]{line}",
+    "logfmt": lambda line: f'time="2026-01-02T03:04:05Z" level=error msg="{line}"',
+    "upper case": str.upper,
+    "lower case": str.lower,
 }
 
 
@@ -64,6 +74,17 @@ def test_in_the_midst_of_a_healthy_log(case: dict[str, Any]) -> None:
     findings = scan([*before, *case["lines"]])
 
     assert exit_code(findings) == case["exit"] or case["exit"] == 7
+
+
+@pytest.mark.parametrize("case", [c for c in _cases() if c.values[0]["exit"]])
+def test_between_the_lines_of_another_process(case: dict[str, Any]) -> None:
+    other = (DATA / "logs" / "ninja.log").read_text().splitlines()
+    mixed = [line for i, own in enumerate(case["lines"]) for line in (other[i % len(other)], own)]
+
+    findings = scan(mixed)
+
+    assert exit_code(findings) == case["exit"]
+    assert findings[0].id == case["first"]
 
 
 @pytest.mark.parametrize("case", [c for c in _cases() if c.values[0].get("engine")])
