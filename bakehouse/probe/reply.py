@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from bakehouse.ports.http import Reply
+from bakehouse.probe.events import Unended, document_of
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ def _parse(reply: Reply) -> Any:
         raise _Bad("the answer is empty")
     if start.startswith((b"<!doctype", b"<html", b"<head", b"<?xml", b"<!--")):
         raise _Bad(f"HTML in place of JSON: {_short(_title(reply.text))}")
-    if start.startswith((b"data:", b"event:")):
-        raise _Bad("a stream of events where one JSON document was asked for")
+    if start.startswith((b"data:", b"event:", b": ")):
+        return _of_stream(reply)
     try:
         text = reply.body.decode("utf-8-sig")
         return json.loads(text)
@@ -128,6 +129,16 @@ def _parse(reply: Reply) -> Any:
         raise _Bad(f"the answer is {how} JSON: {_short(text)}") from None
     except ValueError as error:
         raise _Bad(f"the answer is JSON that cannot be read: {error}") from None
+
+
+def _of_stream(reply: Reply) -> Any:
+    """Read the events of a server that streams although it was asked not to."""
+    try:
+        return document_of(reply.body.decode())
+    except Unended as error:
+        raise _Bad(f"a stream of events: {error}") from None
+    except (ValueError, RecursionError):
+        raise _Bad("a stream of events where one JSON document was asked for") from None
 
 
 def _location(reply: Reply) -> str:

@@ -38,6 +38,19 @@ def thinks_without_a_mark(handler: fake.Handler, body: dict[str, Any]) -> None:
         handler.json(chat(f"{ALOUD} it is plain.\n</think>\n\n{right(body)}"))
 
 
+def streams(handler: fake.Handler, body: dict[str, Any]) -> None:
+    """A server that knows nothing but streams."""
+    thought = [{"reasoning_content": "Hm."}, {"reasoning_content": None}]
+    deltas = [{"role": "assistant"}, *thought, *({"content": c} for c in right(body))]
+    events: list[Any] = [
+        {"choices": [{"index": 0, "delta": d, "finish_reason": None}]} for d in deltas
+    ]
+    events += [{"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}]
+    events += [{"choices": [], "usage": {"completion_tokens": 9}}]
+    text = ": keep-alive\n\n" + "".join(f"data: {json.dumps(e)}\n\n" for e in events)
+    handler.raw(f"{text}data: [DONE]\n\n".encode(), kind="text/event-stream")
+
+
 TRANSLATED = {
     "4": "vier", "7": "siete", "cold": "kalt", "H2O": "H₂O", "Berlin": "柏林",
     "Pacific": "Der Stille Ozean", "Shakespeare": "莎士比亚", "January": "janvier",
@@ -96,6 +109,7 @@ GOOD: dict[str, Fault] = {
     "a channel of thought": fake.says(
         lambda body: chat(f"<|channel>thought\n{ALOUD}<channel|>{right(body)}")
     ),
+    "nothing but streams": streams,
     "thinking aloud": thinks_without_a_mark,
     "courtesies first": fake.says(
         lambda body: chat("What a good question! Many people have asked that, and", "length")
@@ -142,6 +156,12 @@ UNANSWERED: dict[str, tuple[Fault, str]] = {
     "nowhere": (fake.status(307), "a redirect to nowhere"),
     "an absurd length": (headers(b"Content-Length: " + b"9" * 5000), "longer than"),
     "two lengths": (headers(b"Content-Length: 5", b"Content-Length: 7"), "header"),
+    "half a stream": (
+        fake.sends(b'data: {"choices":[{"delta":{"content":"4"}}]}\n\n'),
+        "stops before its end",
+    ),
+    "half an event": (fake.sends(b'data: {"choices":[{"del'), "stream of events"),
+    "an error in a stream": (fake.sends(b'data: {"error": {"message": "out of it"}}'), "out of it"),
     "a stream": (fake.sends(b"data: {}\n\ndata: [DONE]\n\n"), "stream of events"),
     "a stream that stops": (fake.stops, "no complete answer"),
     "a byte now and then": (fake.trickles, "no complete answer"),
