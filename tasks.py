@@ -256,6 +256,7 @@ def probe(
     every="time between two rounds, e.g. 90s or 1h (default: 10m)",
     count="how many rounds (default: until interrupted)",
     on_failure="restart, stop, or a command with its arguments (default: end with the failure)",
+    **PATCHES,
 )
 def watch(
     _: Context,
@@ -268,6 +269,9 @@ def watch(
     every: str | None = None,
     count: str | None = None,
     on_failure: str | None = None,
+    patch: Flags = None,
+    no_patch: Flags = None,
+    allow: str | None = None,
     json: bool = False,
     debug: bool = False,
 ) -> None:

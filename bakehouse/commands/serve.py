@@ -157,8 +157,9 @@ def _watch(ctx: Context, options: Options, ready: Outcome) -> Outcome:
 
     ctx.progress.say(f"READY   {ready.result['url']}, watched every {options.watch}")
     asked = watch.Options(
-        recipe=options.recipe, set_=options.set_, instance=options.instance, every=options.watch
-    )
+        recipe=options.recipe, set_=options.set_, instance=options.instance, every=options.watch,
+        patch=options.patch, no_patch=options.no_patch, allow=options.allow,
+    )  # fmt: skip
     seen = watch.run(ctx, asked)
     return Outcome(
         {**ready.result, "watch": seen.result}, f"{ready.text}\n{seen.text}", ready.checks,

@@ -12,6 +12,7 @@ from bakehouse.commands import serve as serving
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, Interrupted, NotCorrect, NotHealthy, UsageError
 from bakehouse.outcome import Outcome
+from bakehouse.patches import for_run
 from bakehouse.ports.process import environment
 from bakehouse.recipe.load import find, load
 from bakehouse.recipe.scalars import parse_duration
@@ -47,6 +48,10 @@ class Options:
     """How many rounds; without it, until interrupted."""
     on_failure: str = ""
     """`restart`, `stop`, or a command with its arguments; without any, a failure ends the watch."""
+    patch: tuple[str, ...] = ()
+    no_patch: tuple[str, ...] = ()
+    allow: str = ""
+    """Patches with which it is served again, as it was served before."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,8 @@ def read_wish(options: Options) -> Wish:
     action = known.get(words, "command")
     if action in ("restart", "stop") and not options.recipe:
         raise UsageError(f"--on-failure {action} belongs to --recipe")
+    if for_run.asked(options) and not options.recipe:
+        raise UsageError("--patch and --no-patch belong to --recipe")
     command = words if action == "command" else ()
     return Wish(every, int(count) if count else None, action, command)
 
@@ -229,8 +236,11 @@ class Watch:
         if self._target.server:
             self._did(stop(self._target.server.folder).says, record)
         port = self._target.server.port if self._target.server else 0
-        asked = serving.Options(self._options.recipe, self._options.set_, str(port), locked=True,
-                                instance=self._options.instance)  # fmt: skip
+        was = self._options
+        asked = serving.Options(
+            was.recipe, was.set_, str(port), locked=True, instance=was.instance,
+            patch=was.patch, no_patch=was.no_patch, allow=was.allow,
+        )  # fmt: skip
         try:
             ready = serving.run(self._ctx, asked)
             self._target = probing.target_of(self._ctx, _probe_options(self._options))

@@ -122,7 +122,7 @@ class _Trial:
         made = self._ask("write-tree").strip()
         if not COMMIT.fullmatch(made):
             raise PatchError("git gave no tree for the patched source", where=str(self.repository))
-        _same_submodules(self.git, self.repository, (self.tree, made))
+        _same_special(self.git, self.repository, (self.tree, made))
         return made
 
     def reason(self, path: str, hunk: Hunk) -> str:
@@ -234,16 +234,20 @@ def _cut(text: str) -> str:
     return safe if len(safe) <= MAX_LINE else safe[: MAX_LINE - 1] + "…"
 
 
-def _same_submodules(git: Git, repository: Path, trees: tuple[str, str]) -> None:
-    """Refuse patches that move a submodule: those are pinned from the tree without patches."""
+def _same_special(git: Git, repository: Path, trees: tuple[str, str]) -> None:
+    """Refuse patches that change a link or a submodule, also where the diff does not say so.
+
+    A plain diff of a path that is a link in the tree changes where it leads. Submodules are pinned
+    from the tree without patches.
+    """
     before, after = (
         {line for line in git.ask(repository, "ls-tree", "-r", tree).splitlines()
-         if line.startswith("160000") or line.endswith("\t.gitmodules")}
+         if line.startswith(("160000", "120000")) or line.endswith("\t.gitmodules")}
         for tree in trees
     )  # fmt: skip
     if before != after:
         raise PatchError(
-            "the patches change a submodule",
+            "the patches change a symbolic link or a submodule",
             where="\n".join(sorted(clean(line) for line in before ^ after)),
             hint="patches may change plain files only",
             id="patch-special",

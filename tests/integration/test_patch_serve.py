@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,28 @@ def test_a_run_without_the_patch_says_nothing_of_it(home: Path, invoke: Invoke) 
     code, said, _ = invoke("serve", recipe="tiny")
     assert code != 0, "the server of the whole recipe is another build"
     assert "build" in {c["id"] for c in said["checks"] if c["verdict"] != "passed"}
+
+
+def test_a_watch_serves_again_with_the_same_patches(home: Path, invoke: Invoke) -> None:
+    invoke("lock", recipe="tiny")
+    recipe = home / "recipes" / "tiny.yaml"
+    sha = hashlib.sha256((home / "recipes" / "source.tar.gz").read_bytes()).hexdigest()[:9]
+    command = "--fault build=b7-" + sha
+    recipe.write_text(recipe.read_text().replace(f"{command}-p{SHA[:7]}", command))
+    code, said, _ = invoke("serve", recipe="tiny", no_patch=["7"])
+    assert code == 0
+    os.kill(said["result"]["pid"], signal.SIGKILL)
+    code, said, _ = invoke(
+        "watch", recipe="tiny", every="1s", count="1", on_failure="restart", no_patch=["7"]
+    )
+    (one,) = invoke("status", recipe="tiny")[1]["result"]["servers"]
+    assert one["status"] == "running", said
+    runs = sorted(Places.from_environment().runs.glob("*-serve-tiny-*/record.json"))
+    facts = json.loads(runs[-1].read_text())["facts"]["patches"]
+    assert len(runs) == 2
+    assert facts["left_out_of_this_run"] == ["7"]
+    code, said, _ = invoke("watch", url="http://127.0.0.1:1", patch=["7"])
+    assert code == 2
 
 
 def test_the_addresses_of_diffs_stay_secret_where_they_hold_tokens(

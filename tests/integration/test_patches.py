@@ -202,3 +202,36 @@ def test_a_patch_may_not_move_a_submodule(context: Context, repo: Repo, tmp_path
         apply(context, source, pinned(context, tmp_path, text))
     with pytest.raises(PatchError, match="submodule"):
         apply(context, source, pinned(context, tmp_path, diff(".gitmodules", modules, "\n")))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # A plain diff of a path that is a link in the tree: no line of it speaks of a link.
+        (
+            "--- a/link\n+++ b/link\n@@ -1 +1 @@\n-f\n\\ No newline at end of file\n"
+            "+../../etc/passwd\n\\ No newline at end of file\n"
+        ),
+        "diff --git a/link b/other\nsimilarity index 100%\nrename from link\nrename to other\n",
+        (
+            "diff --git a/link b/link\ndeleted file mode 120000\n--- a/link\n+++ /dev/null\n"
+            "@@ -1 +0,0 @@\n-f\n\\ No newline at end of file\n"
+        ),
+    ],
+)
+def test_a_patch_may_not_touch_a_link(
+    context: Context, repo: Repo, tmp_path: Path, text: str
+) -> None:
+    commit = repo.commit({"link": ("120000", "f"), "f": "f\n"})
+    source = pin_git(context, Git(context.processes), Source(git=repo.url, commit=commit))
+    with pytest.raises(PatchError, match="symbolic link") as caught:
+        apply(context, source, pinned(context, tmp_path, text))
+    assert caught.value.id == "patch-special"
+
+
+def test_a_patch_may_not_write_through_a_link(context: Context, repo: Repo, tmp_path: Path) -> None:
+    commit = repo.commit({"link": ("120000", "/tmp"), "f": "f\n"})
+    source = pin_git(context, Git(context.processes), Source(git=repo.url, commit=commit))
+    text = "--- /dev/null\n+++ b/link/x\n@@ -0,0 +1 @@\n+x\n"
+    with pytest.raises(PatchError, match="does not apply"):
+        apply(context, source, pinned(context, tmp_path, text))
