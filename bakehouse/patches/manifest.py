@@ -27,7 +27,7 @@ NOT_PINNED: Final = "not pinned yet"
 class TouchedFile(Frozen):
     """One file that a diff touches, and how many lines it adds and removes there."""
 
-    path: InnerPath
+    path: Filled
     added: Count = 0
     removed: Count = 0
 

@@ -225,8 +225,8 @@ def _has_content(line: str) -> bool:
 def _named(line: str) -> str:
     """The path in `diff --git a/PATH b/PATH`, for a part that names it nowhere else."""
     rest = line.removeprefix("diff --git ").strip()
-    half = rest[: len(rest) // 2].strip().strip('"')
-    return half.partition("/")[2]
+    half = rest[: len(rest) // 2].strip()
+    return _check_path(half, "+++ ", line) or half
 
 
 def _consume(raw: bytes, left: list[int]) -> bool:
@@ -284,6 +284,13 @@ def _check_path(written: str, line: str, where: str) -> str | None:
         return None
     if line.startswith(("--- ", "+++ ")):
         path = path.partition("/")[2] if re.match(r"[a-z]/", path) else path
+    if not path or not path.isprintable():
+        raise PatchError(
+            f"the patch names a file by '{clean(path, one_line=True)}'",
+            where=where,
+            hint="file names without control characters are wanted",
+            id="patch-path",
+        )
     parts = path.split("/")
     if path.startswith("/") or ".." in parts or any(p.casefold() == ".git" for p in parts):
         raise PatchError(

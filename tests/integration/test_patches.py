@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bakehouse.base import digest
 from bakehouse.context import Context
 from bakehouse.errors import LockError, PatchError
 from bakehouse.lock import GitPin, Lock, PatchPin
 from bakehouse.ports.git import Git
+from bakehouse.ports.process import RealProcesses
 from bakehouse.recipe.model import Source
 from bakehouse.recipe.patches import Patch
+from bakehouse.sources.diffs import read_diff
+from bakehouse.sources.fitting import try_patch
 from bakehouse.sources.gitpin import pin_git
 from bakehouse.sources.mirror import mirror_folder
 from bakehouse.sources.patches import bring_patches, pin_patches, stored
 from bakehouse.sources.tree import materialise, patched_tree
-from tests.support.githost import Repo, git, serve_git
+from tests.support.githost import IDENTITY, Repo, git, serve_git
 
 pytestmark = pytest.mark.integration
 
@@ -235,3 +242,51 @@ def test_a_patch_may_not_write_through_a_link(context: Context, repo: Repo, tmp_
     text = "--- /dev/null\n+++ b/link/x\n@@ -0,0 +1 @@\n+x\n"
     with pytest.raises(PatchError, match="does not apply"):
         apply(context, source, pinned(context, tmp_path, text))
+
+
+NAMES = ("a b.txt", "\u00fcn\u00ef.c", 'q"uote', "~x", "dir/sub dir/f", "null", "a..b", "-dash")
+LINES = st.lists(
+    st.sampled_from(["x", "y", "", "  z", "--- a", "+++ b", "@@ -1 +1 @@", "\r"]), max_size=14
+)
+
+
+@settings(max_examples=25)
+@given(
+    before=st.dictionaries(st.sampled_from(NAMES), LINES, min_size=1, max_size=4),
+    after=st.dictionaries(st.sampled_from(NAMES), LINES, max_size=4),
+    ends=st.sampled_from(["\n", ""]),
+)
+def test_what_git_writes_is_read_as_git_means_it(
+    tmp_path_factory: pytest.TempPathFactory,
+    before: dict[str, list[str]],
+    after: dict[str, list[str]],
+    ends: str,
+) -> None:
+    """Counts as `git diff --numstat` has them; the result is the other tree; back is upstream."""
+    folder = tmp_path_factory.mktemp("repo")
+    repo = Repo("file://", folder, "r.git")
+
+    def tree(files: dict[str, list[str]]) -> str:
+        return repo.tree({name: "\n".join(rows) + ends for name, rows in files.items()})
+
+    old, new = tree(before), tree(after)
+    data = raw_git(repo, "diff", "--full-index", "-M", old, new)
+    if not data:
+        return
+    stat = raw_git(repo, "diff", "--numstat", "-z", "--no-renames", old, new).decode()
+    parts = read_diff(raw_git(repo, "diff", "--full-index", "--no-renames", old, new), "p")
+    counted = {p.path: (p.added, p.removed) for p in parts}
+    rows = [row.split("\t") for row in stat.split("\0") if row]
+    assert counted == {name: (int(added), int(removed)) for added, removed, name in rows}
+    git_port = Git(RealProcesses())
+    fit = try_patch(git_port, repo.folder, old, data, "p")
+    assert (fit.word, fit.tree) == ("applies", new)
+    assert try_patch(git_port, repo.folder, new, data, "p").word in ("already upstream", "applies")
+
+
+def raw_git(repo: Repo, *arguments: str) -> bytes:
+    done = subprocess.run(
+        ["git", f"--git-dir={repo.folder}", *arguments],
+        env={"PATH": os.environ["PATH"], **IDENTITY}, capture_output=True, check=True,
+    )  # fmt: skip
+    return done.stdout

@@ -81,6 +81,8 @@ def test_content_with_crlf_in_a_file_of_lf_headers_is_fine() -> None:
         (GOOD[: GOOD.index(b"index 111") + 5], "in the middle", "p:8"),
         (GOOD.replace(b"-two\n", b""), "shorter or longer", "p:15"),
         (GOOD.replace(b" one\n", b" one\n more\n"), "longer than it says", "p:16"),
+        (b"--- a/\n+++ b/\n@@ -1 +1 @@\n-a\n+b\n", "names a file by ''", "p:1"),
+        (b'--- "a/x\\000"\n+++ "b/x\\000"\n@@ -1 +1 @@\n-a\n+b\n', r"x\\x00'", "p:1"),
         (b"x" * (MAX_BYTES + 1), "larger than 5 MiB", "p"),
     ],
 )
