@@ -73,7 +73,8 @@ def _have(
         return (*lay_over(ctx, lock, plan, run), False)
     build = loaded.recipe.build or Build()
     expected = expected_of(build, lock, plan.arch)
-    return (*build_image(ctx, lock, plan, expected, run), False)
+    cuda = build.cuda.version if build.cuda else None
+    return (*build_image(ctx, lock, plan, expected, run, cuda=cuda), False)
 
 
 def _able(

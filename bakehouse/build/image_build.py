@@ -83,10 +83,11 @@ def kept_record(ctx: Context, plan: ImagePlan) -> Path:
 
 
 def build_image(
-    ctx: Context, lock: Lock, plan: ImagePlan, expected: Expected, run: Run
+    ctx: Context, lock: Lock, plan: ImagePlan, expected: Expected, run: Run, *, cuda: str | None
 ) -> tuple[ImageFacts, str, tuple[Check, ...]]:
     """Build the plan's image; its base images are here. Give it, its content's digest, checks.
 
+    `cuda` is the toolkit's version that the recipe asks for.
     Raises BuildFailed (6), HostError (9), LockError (4).
     """
     env = build_environment(ctx)
@@ -101,7 +102,7 @@ def build_image(
             with run.step("source"):
                 write_context(ctx, lock, plan, folder)
             configured = _configure(ctx, plan, run, env, folder)
-            checks = _accept(configured, expected, run)
+            checks = _accept(configured, expected, cuda, run)
             _compile(ctx, plan, run, env, folder)
         finally:
             # Not sooner: the classic builder makes every stage again whose image is gone.
@@ -173,29 +174,31 @@ def _configure(
         ) from error  # fmt: skip
 
 
-def _accept(configured: Configured, expected: Expected, run: Run) -> tuple[Check, ...]:
+def _accept(
+    configured: Configured, expected: Expected, cuda: str | None, run: Run
+) -> tuple[Check, ...]:
     with run.step("accept"):
         checks = tuple(c for rule in RULES for c in rule(configured, expected))
-        checks += cuda_pair(configured, expected)
+        checks += cuda_pair(configured, cuda)
     run.checks(checks)
     steps.all_passed("what CMake configured is not what was asked for", checks)
     return checks
 
 
-def cuda_pair(configured: Configured, expected: Expected) -> tuple[Check, ...]:
-    """Whether compiler and toolkit, which CMake looks up apart, are of one release."""
-    if "CMAKE_CUDA_COMPILER" not in expected.forced:
+def cuda_pair(configured: Configured, wanted: str | None) -> tuple[Check, ...]:
+    """Whether compiler and toolkit, which CMake looks up apart, are both of the release wanted."""
+    if wanted is None:
         return ()
     text = "\n".join(configured.log)
     toolkit = re.search(r'Found CUDAToolkit: .*\(found version "([\d.]+)"', text)
     compiler = re.search(r"The CUDA compiler identification is NVIDIA ([\d.]+)", text)
     seen = [found[1] if found else "nothing" for found in (toolkit, compiler)]
-    one = {".".join(version.split(".")[:2]) for version in seen}
+    fits = all(f"{version}.".startswith(f"{wanted}.") for version in seen)
     return (
         check(
-            "configure.cuda", "toolkit and compiler of one release",
+            "configure.cuda", f"toolkit and compiler {wanted}",
             f"toolkit {seen[0]}, compiler {seen[1]}", configured.log_path,
-            ok=len(one) == 1 if toolkit and compiler else None,
+            ok=fits if toolkit and compiler else None,
         ),
     )  # fmt: skip
 

@@ -45,7 +45,7 @@ def run(ctx: Context, _options: Options) -> Outcome:
     """Look at everything; exit 9 where something that CPU recipes need is not there."""
     host = read_host()
     needed = [*_machine(host), *_folders(ctx), _git(ctx), *_tools(ctx)]
-    optional = [_docker(ctx), _gpu(ctx), *_toolkits(ctx), _cache(ctx)]
+    optional = [*_docker(ctx), _gpu(ctx), *_toolkits(ctx), _cache(ctx)]
     missing = [line for line in needed if not line.check.passed]
     result = {
         "host": host.to_data(),
@@ -180,21 +180,27 @@ def _tools(ctx: Context) -> list[Line]:
     return lines
 
 
-def _docker(ctx: Context) -> Line:
-    """The client and the daemon are two things; without either, no vLLM recipe runs."""
-    expected = "a Docker Engine that answers (vLLM recipes)"
-    argv = ("docker", "version", "--format", "{{.Server.Version}}")
-    version, why = _ask(ctx, *argv)
-    where = " ".join(argv)
-    if version:
-        return Line(check("docker", expected, f"Docker Engine {version}", where, ok=True))
-    if "not found" in why:
-        mend = "install Docker Engine, see https://docs.docker.com/engine/install/"
-    elif "denied" in why:
-        mend = "add this user to the group docker, and log in again"
-    else:
-        mend = "start the daemon: systemctl start docker"
-    return Line(check("docker", expected, why, where, ok=False), mend)
+def _docker(ctx: Context) -> list[Line]:
+    """The engine, whether it gives containers a GPU, and the command line that builds images."""
+    expected = "a Docker Engine that answers (recipes with images)"
+    try:
+        facts = ctx.docker.facts()
+    except HostError as error:
+        one = check("docker", expected, error.what, error.where or "", ok=False)
+        return [Line(one, error.hint or "")]
+    seen = f"Docker Engine {facts.version}, {facts.system} on {facts.arch}"
+    lines = [Line(check("docker", expected, seen, facts.host, ok=facts.system == "linux"))]
+    if read_gpus(ctx.processes):
+        runtimes = ", ".join(facts.runtimes)
+        wanted = "an NVIDIA runtime (recipes with images and a GPU)"
+        one = check("nvidia", wanted, runtimes, "docker info", ok=facts.nvidia)
+        lines.append(Line(one, "install the NVIDIA Container Toolkit, then: nvidia-ctk runtime "
+                               "configure --runtime=docker, and restart the engine"))  # fmt: skip
+    version, why = _ask(ctx, "docker", "--version")
+    one = check("docker-cli", "Docker's command line (building images)", version or why,
+                "docker --version", ok=version is not None)  # fmt: skip
+    lines.append(Line(one, "install docker-ce-cli and docker-buildx-plugin, or Debian's docker.io"))
+    return lines
 
 
 def _gpu(ctx: Context) -> Line:

@@ -363,7 +363,8 @@ class Recipe(Frozen):
         other: tuple[str, str] = ("image", "container")
         if self.engine == "vllm":
             takes, other = other, takes
-        for key in other:
+        inside = self.build is not None and self.build.where == "docker"
+        for key in other[: 1 if inside else 2]:
             if getattr(self, key) is not None:
                 wanted = " and ".join(takes)
                 raise Misplaced(

@@ -1,0 +1,258 @@
+"""What engines and registries say, told apart; where an engine is looked for; plans of images."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from bakehouse.build.image_build import cuda_pair
+from bakehouse.build.image_files import ImageFile, differences, tree_digest
+from bakehouse.build.overlay import refuse_compiled
+from bakehouse.checks import Verdict
+from bakehouse.engines.configured import Configured
+from bakehouse.errors import BuildFailed, HostError, UsageError
+from bakehouse.lock import ImagePin, Lock
+from bakehouse.plan.image_build import expected_of, plan_image_build
+from bakehouse.ports.docker import ContainerSpec, Mount, Published
+from bakehouse.ports.docker_engine import registry_of
+from bakehouse.ports.docker_errors import explain, unreachable
+from bakehouse.ports.docker_facts import container_facts, create_body, engine_facts, gpu_request
+from bakehouse.ports.docker_where import DEFAULT, find_endpoint
+from bakehouse.recipe.model import Build, Recipe
+from bakehouse.sources.oci import parse
+from tests.support.recipes import recipe_data
+from tests.support.small_engine import FAKE_HOST, small_lock
+
+
+@pytest.mark.parametrize(
+    ("said", "id_", "code"),
+    [
+        ("manifest for ghcr.io/o/l:server-cuda-b10917 not found: manifest unknown",
+         "manifest-unknown", 4),
+        ("no matching manifest for linux/arm64/v8 in the manifest list entries",
+         "image-platform", 9),
+        (("image with reference x was found but does not match the specified platform: wanted "
+         "linux/arm64, actual: linux/amd64"), "image-platform", 9),
+        ("toomanyrequests: You have reached your pull rate limit.", "registry-limit", 9),
+        (("pull access denied for x, repository does not exist or may require 'docker login': "
+         "denied: requested access to the resource is denied"), "registry-unauthorised", 9),
+        ("unauthorized: authentication required", "registry-unauthorised", 9),
+        ('Get "https://r.io/v2/": dial tcp: lookup r.io: no such host', "network", 9),
+        ('Get "https://r.io/v2/": net/http: TLS handshake timeout', "network", 9),
+        ('Get "https://r.io/v2/": x509: certificate signed by unknown authority',
+         "registry-tls", 9),
+        ("failed to register layer: write /x: no space left on device", "disk-full", 9),
+        ('Conflict. The container name "/x" is already in use by container "y".', "name-in-use", 9),
+        (("driver failed programming external connectivity on endpoint x: Bind for 127.0.0.1:8008 "
+         "failed: port is already allocated"), "port-in-use", 9),
+        ('could not select device driver "" with capabilities: [[gpu]]', "no-nvidia-runtime", 9),
+        ("CDI device injection failed: unresolvable CDI devices nvidia.com/gpu=all",
+         "no-nvidia-runtime", 9),
+        ("No such image: x", "image-missing", 3),
+        ("something else", "docker", 9),
+    ],
+)  # fmt: skip
+def test_refusals_are_told_apart(said: str, id_: str, code: int) -> None:
+    error = explain(said, "here")
+    assert (error.id, error.exit_code) == (id_, code)
+    assert error.hint
+
+
+def test_what_is_said_holds_no_password() -> None:
+    error = explain("Get https://user:secret-word@r.io/v2/: no such host", "here")
+    assert "secret-word" not in error.what
+
+
+@pytest.mark.parametrize(
+    ("cause", "id_"),
+    [
+        (PermissionError(13, "Permission denied"), "docker-permission"),
+        (FileNotFoundError(2, "No such file"), "docker-daemon"),
+        (ConnectionRefusedError(111, "refused"), "docker-daemon"),
+        (TimeoutError("timed out"), "docker-timeout"),
+    ],
+)
+def test_why_no_engine_answers(cause: OSError, id_: str) -> None:
+    wrapped = RuntimeError("wrapped", cause)
+    assert unreachable(wrapped, DEFAULT, "the default context").id == id_
+    assert unreachable(cause, DEFAULT, "the default context").hint
+
+
+def test_where_the_engine_is(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path)}
+    assert find_endpoint(home).host == DEFAULT
+    assert find_endpoint({**home, "DOCKER_HOST": "tcp://h:1"}).tls is None
+    secured = {"DOCKER_HOST": "tcp://h:1", "DOCKER_TLS_VERIFY": "1", "DOCKER_CERT_PATH": "/c"}
+    found = find_endpoint({**home, **secured})
+    assert (found.tls, found.verify) == (Path("/c"), True)
+    folder = tmp_path / ".docker"
+    meta = folder / "contexts/meta" / hashlib.sha256(b"far").hexdigest() / "meta.json"
+    meta.parent.mkdir(parents=True)
+    meta.write_text(json.dumps({"Endpoints": {"docker": {"Host": "tcp://far:2376"}}}))
+    (folder / "config.json").write_text('{"currentContext": "far"}')
+    assert find_endpoint(home).host == "tcp://far:2376"
+    assert find_endpoint({**home, "DOCKER_CONTEXT": "default"}).host == DEFAULT
+    assert find_endpoint({**home, "DOCKER_HOST": "unix:///x"}).host == "unix:///x"
+    with pytest.raises(HostError):
+        find_endpoint({**home, "DOCKER_CONTEXT": "gone"})
+    (folder / "config.json").write_text("{")
+    with pytest.raises(HostError):
+        find_endpoint(home)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "wanted"),
+    [
+        ("debian", "docker.io/library/debian", "latest"),
+        ("vllm/vllm-openai:v1", "docker.io/vllm/vllm-openai", "v1"),
+        ("ghcr.io/o/l:x", "ghcr.io/o/l", "x"),
+        ("localhost:5000/a", "localhost:5000/a", "latest"),
+        ("127.0.0.1:5000/a/b:t", "127.0.0.1:5000/a/b", "t"),
+        (f"nvcr.io/a@sha256:{'1' * 64}", "nvcr.io/a", f"sha256:{'1' * 64}"),
+        (f"a/b:t@sha256:{'1' * 64}", "docker.io/a/b", f"sha256:{'1' * 64}"),
+    ],
+)
+def test_references(text: str, name: str, wanted: str) -> None:
+    at = parse(text)
+    assert (at.name, at.wanted) == (name, wanted)
+    assert registry_of(text) == at.registry
+
+
+def test_a_container_is_never_privileged() -> None:
+    spec = ContainerSpec(
+        image="i", argv=("a",), entrypoint=(), gpus="device=0,1", ipc="host", shm_size=2**30,
+        mounts=(Mount(source="/m", target="/w"),), publish=(Published(port=8000, host_port=9),),
+        memory=2**31, network="none",
+    )  # fmt: skip
+    body = create_body(spec)
+    host = body["HostConfig"]
+    assert (host["Privileged"], host["RestartPolicy"]) == (False, {"Name": "no"})
+    assert host["SecurityOpt"] == ["no-new-privileges"]
+    assert host["Mounts"][0]["ReadOnly"] is True
+    assert host["PortBindings"] == {"8000/tcp": [{"HostIp": "127.0.0.1", "HostPort": "9"}]}
+    assert host["DeviceRequests"][0]["DeviceIDs"] == ["0", "1"]
+    assert (host["Memory"], host["MemorySwap"]) == (2**31, 2**31)
+    assert body["Entrypoint"] == [""], "an empty entrypoint takes the image's away"
+    assert "Entrypoint" not in create_body(ContainerSpec(image="i"))
+
+
+def test_gpus() -> None:
+    assert gpu_request("all")["Count"] == -1
+    assert gpu_request("2")["Count"] == 2
+    for odd in ("", "0", "some", "device=", "-1"):
+        with pytest.raises(UsageError):
+            gpu_request(odd)
+
+
+def test_engines_with_and_without_nvidia() -> None:
+    version = {"ApiVersion": "1.41", "Version": "20.10", "Arch": "arm64"}
+    plain = engine_facts({"Runtimes": {"runc": {}}}, version, "h")
+    assert (plain.arch, plain.nvidia, plain.buildkit) == ("aarch64", False, True)
+    assert engine_facts({"Runtimes": {"nvidia": {}}}, version, "h").nvidia
+    cdi = {"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=all"}]}
+    assert engine_facts(cdi, version, "h").nvidia
+    assert not engine_facts({}, {"ApiVersion": "1.38"}, "h").buildkit
+
+
+def test_a_container_that_ended() -> None:
+    facts = container_facts(
+        {"Id": "c", "State": {"Status": "exited", "ExitCode": 137, "OOMKilled": True},
+         "RestartCount": 2, "NetworkSettings": {"Ports": {"80/tcp": None, "9/udp": None}}}
+    )  # fmt: skip
+    assert (facts.exit_code, facts.oom_killed, facts.restarts, facts.ports) == (137, True, 2, {})
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "csrc/a.txt",
+        "cmake/x.cmake",
+        "CMakeLists.txt",
+        "setup.py",
+        "vllm/k.cu",
+        "vllm/x.so",
+        "a/b.hpp",
+    ],
+)
+def test_what_is_compiled_is_refused(path: str) -> None:
+    with pytest.raises(BuildFailed) as caught:
+        refuse_compiled(["vllm/ok.py", path], "here")
+    assert (caught.value.id, caught.value.exit_code) == ("overlay-compiled", 6)
+    refuse_compiled(["vllm/a.py", "docs/x.md", "tests/test_c.py", "vllm/csrc.py"], "here")
+
+
+def test_file_trees() -> None:
+    one = ImageFile(path="a", kind="file", mode="0644", owner="0:0", size=1, sha256="x")
+    other = one.model_copy(update={"mode": "0755"})
+    assert differences([one], [one]) == ()
+    assert differences([one], [other]) == ("a: mode 0644 and 0755",)
+    assert differences([one], []) == ("a: only in the first",)
+    assert tree_digest([one]) != tree_digest([other])
+
+
+def configured(*lines: str) -> Configured:
+    return Configured(lines, "log", {}, "cache", "Ninja", {})
+
+
+TOOLKIT = '-- Found CUDAToolkit: /usr/local/cuda/include (found version "{}")'
+COMPILER = "-- The CUDA compiler identification is NVIDIA {} with host compiler GNU 13.3.0"
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "compiler", "verdict"),
+    [
+        ("13.0.88", "13.0.88", Verdict.PASSED),
+        ("13.0.88", "13.2.86", Verdict.FAILED),
+        ("13.2.86", "13.2.86", Verdict.FAILED),
+    ],
+)
+def test_the_cuda_pair_in_the_builder(toolkit: str, compiler: str, verdict: Verdict) -> None:
+    (one,) = cuda_pair(configured(TOOLKIT.format(toolkit), COMPILER.format(compiler)), "13.0")
+    assert one.verdict is verdict
+    (silent,) = cuda_pair(configured(), "13.0")
+    assert silent.verdict is Verdict.UNKNOWN
+    assert cuda_pair(configured(), None) == ()
+
+
+def image_recipe(**build: object) -> Recipe:
+    bases = {role: {"x86_64": f"base/{role}:1"} for role in ("builder", "runtime")}
+    data = recipe_data(
+        build={"where": "docker", "bases": bases, **build}, container={"gpus": "all"}
+    )
+    return Recipe.model_validate(data)
+
+
+def image_lock() -> Lock:
+    pins = {
+        role: {"x86_64": ImagePin(reference=f"base/{role}:1", name=f"docker.io/base/{role}",
+                                  digest=f"sha256:{number * 64}", id="sha256:0", size=1)}
+        for role, number in (("builder", "1"), ("runtime", "2"))
+    }  # fmt: skip
+    return small_lock().model_copy(update={"images": pins})
+
+
+def test_the_plan_of_an_image_that_is_built() -> None:
+    recipe = image_recipe(cmake={"SMALL_GREETING": 'it\'s $HOME; "x"'})
+    plan = plan_image_build(recipe, image_lock(), FAKE_HOST, jobs=3)
+    text = str(plan.dockerfile)
+    assert f"FROM docker.io/base/builder@sha256:{'1' * 64} AS configured" in text
+    assert f"FROM docker.io/base/runtime@sha256:{'2' * 64}\n" in text
+    assert "USER 10001:10001" in text
+    line = next(ln for ln in text.splitlines() if "SMALL_GREETING" in ln)
+    assert '-DSMALL_GREETING=it\'s $HOME; "x"' in json.loads(line.removeprefix("RUN "))
+    assert plan.image == f"bakehouse/test:{plan.digest[:16]}"
+    assert plan.args == {"JOBS": "3"}
+    again = plan_image_build(recipe, image_lock(), FAKE_HOST, jobs=1)
+    assert again.digest == plan.digest, "jobs change nothing that is built"
+    other = plan_image_build(image_recipe(), image_lock(), FAKE_HOST)
+    assert other.digest != plan.digest
+
+
+def test_cuda_in_a_builder_names_both_halves() -> None:
+    recipe = image_recipe(cuda={"version": "13.0"}, cmake={"GGML_CUDA": True})
+    expected = expected_of(recipe.build or Build(), image_lock(), "x86_64")
+    assert expected.forced["CMAKE_CUDA_COMPILER"] == "/usr/local/cuda/bin/nvcc"
+    assert expected.forced["CUDAToolkit_ROOT"] == "/usr/local/cuda"
