@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
 import sys
 import zlib
@@ -128,7 +129,7 @@ def _opened(file: str) -> Iterator[IO[bytes]]:
             )
         yield sys.stdin.buffer
         return
-    path = Path(file).expanduser()
+    path = Path(os.path.expanduser(file))
     if path.is_dir():
         raise UsageError(f"{file} is a folder", hint="give the log file inside it")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -161,7 +162,7 @@ def _weights(ctx: Context, loaded: Loaded) -> dict[str, Weight]:
 
 
 def _local(loaded: Loaded, path: str, files: str | None) -> Path:
-    whole = loaded.folder / Path(path).expanduser()
+    whole = loaded.folder / Path(os.path.expanduser(path))
     if files and whole.is_dir() and (found := sorted(whole.glob(files))):
         return found[0] if found[0].suffix == ".gguf" else whole
     return whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -306,7 +307,7 @@ def api_key(ctx: Context, loaded: Loaded) -> str | None:
     if source.env:
         key, where = ctx.environment.get(source.env, "").strip(), f"${source.env}"
     else:
-        path = loaded.folder / Path(source.file or "").expanduser()
+        path = loaded.folder / Path(os.path.expanduser(source.file or ""))
         try:
             key, where = path.read_text().strip(), str(path)
         except (OSError, UnicodeDecodeError) as error:

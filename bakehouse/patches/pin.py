@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -143,7 +144,7 @@ def _fetch(ctx: Context, wish: Wish, old: Manifest | None) -> Fetched:
         return upstream.fetch_commit(ctx, git, wish.repo, wish.what)
     if wish.kind == "url":
         return upstream.fetch_address(ctx, wish.what)
-    data = read_patch(Path(wish.what).expanduser())
+    data = read_patch(Path(os.path.expanduser(wish.what)))
     return Fetched(data, read_diff(data, shown(Path(wish.what))), upstream.title_of(data))
 
 

@@ -26,11 +26,21 @@ def _schema(pattern: str) -> WithJsonSchema:
     return WithJsonSchema({"type": "string", "pattern": f"^(?:{pattern})$"})
 
 
+_SIGNED = re.compile(r"(?i)(?:^|[-_])(?:token|sig|signature|password|api[-_]?key|credential)$")
+
+
 def _no_password(value: str) -> str:
     if found := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)@", value):
         scheme, user = found[1].lower(), found[2]
         if ":" in user or scheme.startswith("http"):
             raise ValueError("a user, password or token may not stand in a recipe's URL")
+    query = value.partition("#")[0].partition("?")[2]
+    for name in (part.partition("=")[0] for part in query.split("&")):
+        if _SIGNED.search(name):
+            raise ValueError(
+                f"'{name}' in a URL is a token or a signature: it may not stand in a recipe, and "
+                "would expire"
+            )
     return value
 
 

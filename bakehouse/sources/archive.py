@@ -40,7 +40,7 @@ def bring_archive(ctx: Context, archive: Archive, folder: Path) -> FilePin:
         target = ctx.places.downloads / archive.sha256 / name
         fetch_pinned(ctx, archive.url, target, sha256=archive.sha256, title=name)
     else:
-        name = _from_disk(ctx, folder / Path(str(archive.path)).expanduser(), archive.sha256)
+        name = _from_disk(ctx, folder / Path(os.path.expanduser(str(archive.path))), archive.sha256)
     path = ctx.places.downloads / archive.sha256 / name
     return FilePin(path=name, size=path.stat().st_size, sha256=archive.sha256)
 

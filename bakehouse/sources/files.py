@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from bakehouse.redact import clean
 
 CHUNK = 2**19
 """Bytes that are read at once: what stays in a core's own cache."""
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 REPORT = 2**24
 """Bytes between two reports of progress."""
 
@@ -55,6 +57,20 @@ def write_atomic(path: Path, data: bytes) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     fsync_folder(path.parent)
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Say what is in the way of files that belong below `folder`, whatever the system calls it."""
+    try:
+        yield
+    except OSError as error:
+        raise HostError(
+            f"files cannot be kept: {error.strerror or error}",
+            where=str(error.filename2 or error.filename or folder),
+            hint="see what is in the way there, free some space, or set BAKEHOUSE_HOME",
+            id="disk-full" if error.errno in FULL else "disk",
+        ) from error
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Its layout: `models--OWNER--NAME/blobs/<sha256>` for files in LFS, and names tha
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,15 +17,15 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
     """Where the cache lies, by the variables that huggingface_hub reads; None without a home."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if given := environment.get(name):
-            return Path(given).expanduser()
+            return Path(os.path.expanduser(given))
     if home := environment.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
+        return Path(os.path.expanduser(home)) / "hub"
     base = environment.get("XDG_CACHE_HOME")
     if not base:
         if not (home := environment.get("HOME")):
             return None
         base = str(Path(home) / ".cache")
-    return Path(base).expanduser() / "huggingface" / "hub"
+    return Path(os.path.expanduser(base)) / "huggingface" / "hub"
 
 
 class CachedRepository:

@@ -13,7 +13,7 @@ from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound, UsageError
 from bakehouse.ports.git import COMMIT
 from bakehouse.ports.http import HttpStatus, Reply, Unreachable
-from bakehouse.redact import clean
+from bakehouse.redact import clean, without_credentials
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -27,6 +27,8 @@ MAX_LISTING = 64 * 2**20
 MAX_PAGES = 200
 MAX_FILE = 2**50
 """Bytes; a listing with a larger file is no listing."""
+_ENDPOINT = re.compile(r"[A-Za-z]+://(?:\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::\d{1,5})?(?:/[\w./~%-]*)?")
+_TOKEN = re.compile(r"[\x21-\x7e]+")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
@@ -51,6 +53,14 @@ class HubListing:
 def endpoint(environment: Mapping[str, str]) -> str:
     """The hub in use: `HF_ENDPOINT`, as huggingface_hub has it, or huggingface.co."""
     url = (environment.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
+    if not _ENDPOINT.fullmatch(url):
+        shown = without_credentials(url).partition("?")[0]
+        raise UsageError(
+            "HF_ENDPOINT is no address of a hub: a scheme, a host and perhaps a path are wanted, "
+            "and no user, password or query",
+            where=f"HF_ENDPOINT={shown}",
+            hint=f"unset it to use {ENDPOINT}; a token goes into HF_TOKEN",
+        )
     parts = urlsplit(url)
     local = parts.hostname in LOOPBACK
     if parts.scheme != "https" and not (parts.scheme == "http" and local):
@@ -63,9 +73,18 @@ def endpoint(environment: Mapping[str, str]) -> str:
 
 
 def headers(environment: Mapping[str, str]) -> dict[str, str]:
-    """What authorises a request, where a token is set; never shown."""
-    token = environment.get("HF_TOKEN") or environment.get("HUGGING_FACE_HUB_TOKEN")
-    return {"Authorization": f"Bearer {token.strip()}"} if token and token.strip() else {}
+    """What authorises a request, where a token is set; never shown. Raises UsageError."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        if token := environment.get(name, "").strip():
+            if not _TOKEN.fullmatch(token):
+                raise UsageError(
+                    f"{name} holds what no token holds: a space, a line break or a letter that is "
+                    "not ASCII",
+                    where=f"{name}, {len(token)} characters long",
+                    hint="copy the token anew: it begins with hf_",
+                )
+            return {"Authorization": f"Bearer {token}"}
+    return {}
 
 
 def file_url(ctx: Context, repository: str, commit: str, path: str) -> str:

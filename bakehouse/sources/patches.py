@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ def pin_patches(
 
 def _pin_file(ctx: Context, folder: Path, patch: Patch) -> PatchPin:
     name = str(patch.file)
-    path = folder / Path(name).expanduser()
+    path = folder / Path(os.path.expanduser(name))
     data = read_patch(path)
     sha256 = hashlib.sha256(data).hexdigest()
     if patch.sha256 and patch.sha256 != sha256:
@@ -124,7 +125,7 @@ def bring_patches(ctx: Context, folder: Path, pins: Sequence[PatchPin]) -> None:
         if pin.repo is not None:
             _same_manifest(ctx, pin)
             continue
-        path = folder / Path(pin.file.path).expanduser()
+        path = folder / Path(os.path.expanduser(pin.file.path))
         data = read_patch(path)
         sha256 = hashlib.sha256(data).hexdigest()
         if sha256 != pin.file.sha256:

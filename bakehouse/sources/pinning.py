@@ -80,7 +80,7 @@ def _pin_local(ctx: Context, folder: Path, weights: Weights) -> WeightPin:
 def _local(folder: Path, weights: Weights) -> tuple[str, Path, list[str]]:
     """Origin, folder and names of a user's own files, their headers checked."""
     origin = str(weights.path)
-    path = Path(os.path.abspath(folder / Path(origin).expanduser()))
+    path = Path(os.path.abspath(folder / Path(os.path.expanduser(origin))))
     if (path / "snapshots").is_dir() and (path / "blobs").is_dir():
         found = sorted(p.name for p in (path / "snapshots").iterdir())
         raise LockError(

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from bakehouse.context import Context
 from bakehouse.errors import HostError
-from bakehouse.ports.http import Unreachable
+from bakehouse.ports.http import Reply, Unreachable
 from bakehouse.sources import hub
 
 TRIES = 3
+
+
+def _begins(reply: Reply, offset: int) -> bool:
+    """Whether a part begins where it should; one without its place is believed."""
+    sent = {key.lower(): value for key, value in reply.headers.items()}
+    found = re.match(r"bytes (\d+)-", sent.get("content-range", f"bytes {offset}-"))
+    return found is not None and int(found[1]) == offset
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,9 @@ class RemoteFile:
                 )
             except Unreachable as error:
                 why = error.why
+                continue
+            if reply.status == 206 and not _begins(reply, offset):
+                why = "another part of the file came than was asked for"
                 continue
             if reply.status == 206 or (reply.status == 200 and not offset):
                 return reply.body[:length]

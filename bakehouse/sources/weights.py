@@ -22,7 +22,7 @@ from bakehouse.ports.http import HttpStatus
 from bakehouse.recipe.model import Recipe
 from bakehouse.redact import clean
 from bakehouse.sources import hub
-from bakehouse.sources.files import CHUNK, describe_wrong, fsync_folder, guarded
+from bakehouse.sources.files import CHUNK, describe_wrong, explained, fsync_folder, guarded
 from bakehouse.sources.hfcache import CachedRepository
 from bakehouse.sources.known import (
     forget,
@@ -74,7 +74,7 @@ def local_base(folder: Path, origin: str) -> Path:
 
     `origin` ends with a slash where it is a folder.
     """
-    path = Path(os.path.abspath(folder / Path(origin).expanduser()))
+    path = Path(os.path.abspath(folder / Path(os.path.expanduser(origin))))
     return path if origin.endswith("/") else path.parent
 
 
@@ -116,6 +116,11 @@ def ensure(
     Files that were verified before and have not changed since are not read again, unless `rehash`
     says so. Raises LockError where content differs from its pin, HostError, NotFound.
     """
+    with explained(ctx.places.weights):
+        return _ensure(ctx, loaded, lock, rehash=rehash)
+
+
+def _ensure(ctx: Context, loaded: HasRecipe, lock: Lock, *, rehash: bool) -> dict[str, WeightPaths]:
     located = locate(ctx.places, loaded.folder, loaded.recipe, lock)
     for role, _ in loaded.recipe.weights.items():
         pin = lock.weights[role]
@@ -234,7 +239,8 @@ def _from_cache(
         os.replace(incoming, target)
         remember(ctx, target, file.sha256)
     if used:
-        ctx.progress.say(f"{len(used)} files of {repository} are used where they lie: "
+        many = f"{len(used)} files" if len(used) > 1 else next(iter(used)).path
+        ctx.progress.say(f"{many} of {repository}: used in place, in "
                          f"{cache.folder}")  # fmt: skip
     elif half := cache.only_configuration():
         ctx.progress.say(f"only the configuration is in {half}; the weights are fetched")

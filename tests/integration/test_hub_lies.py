@@ -13,7 +13,7 @@ import pytest
 
 from bakehouse.commands import fit
 from bakehouse.context import Context
-from bakehouse.errors import HostError, LockError, NotFound
+from bakehouse.errors import HostError, LockError, NotFound, RecipeError, UsageError
 from bakehouse.lock import Lock, WeightPin
 from bakehouse.ports.http import RealHttp
 from bakehouse.sources import known, weights
@@ -356,3 +356,95 @@ def test_progress_counts_only_what_is_new(ctx: Context, hub: Hub, tmp_path: Path
     etag = repo.resources["m.gguf"].etag
     repo.resources["m.gguf"].faults = [cut(1000, etag=etag) for _ in range(15)]
     assert Path(ensure(ctx, loaded, lock)["model"].first).read_bytes() == big
+
+
+@pytest.mark.parametrize("token", ["hf_secret\nX-Evil: 1", "hf_sécret", "hf secret", "hf_\x7fx"])
+def test_a_token_that_is_none_is_said_and_not_shown(
+    ctx: Context, hub: Hub, tmp_path: Path, token: str
+) -> None:
+    hub.repo().commit({"m.gguf": MODEL})
+    wrong = replace(ctx, environment={**ctx.environment, "HF_TOKEN": token})
+    with pytest.raises(UsageError, match="HF_TOKEN holds what no token holds") as caught:
+        pin(wrong, tmp_path)
+    assert "secret" not in f"{caught.value} {caught.value.where} {caught.value.hint}"
+    assert not hub.api.requests
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["https://user:sesame99@hub.example", "https://sesame99@hub.example", "http://[::1",
+     "https://hub.example/?token=sesame99", "https://hub.example/#sesame99", "https://exa mple",
+     "https://", "hub.example", "https://hub.example:port", "https://hub.example\r\nx: 1"],
+)  # fmt: skip
+def test_an_address_that_is_no_hub_s(ctx: Context, tmp_path: Path, url: str) -> None:
+    wrong = replace(ctx, environment={"HF_ENDPOINT": url})
+    with pytest.raises(UsageError, match="HF_ENDPOINT is no address") as caught:
+        pin(wrong, tmp_path)
+    shown = f"{caught.value} {caught.value.where}"
+    assert "\r" not in shown
+    assert "sesame99" not in shown.partition("#")[0]
+
+
+@pytest.mark.parametrize("name", ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"])
+@pytest.mark.parametrize("place", ["~nobody-of-that-name/x", "/proc/1/root/none", "/dev/null", "."])
+def test_a_cache_that_is_nowhere_is_no_obstacle(
+    ctx: Context, hub: Hub, tmp_path: Path, name: str, place: str
+) -> None:
+    hub.repo().commit({"m.gguf": MODEL})
+    loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="*.gguf")
+    there = replace(ctx, environment={**ctx.environment, name: place})
+    assert Path(ensure(there, loaded, lock)["model"].first).read_bytes() == MODEL
+
+
+def test_a_user_who_is_not_there_is_a_path_that_is_not_there(ctx: Context, tmp_path: Path) -> None:
+    loaded = make_loaded(tmp_path, weights={"model": {"path": "~nobody-of-that-name/m.gguf"}})
+    with pytest.raises(LockError, match="not there"):
+        pin_weights(ctx, loaded.folder, "model", loaded.recipe.weights.model)
+
+
+@pytest.mark.parametrize("kind", ["folder", "file above"])
+def test_what_is_in_the_way_of_weights_is_named(
+    ctx: Context, hub: Hub, tmp_path: Path, kind: str
+) -> None:
+    hub.repo().commit({"x/m.gguf": MODEL})
+    loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="x/*.gguf")
+    folder = weights.folder_of(ctx.places, lock.weights["model"].files)
+    if kind == "folder":
+        (folder / "x" / "m.gguf" / "more").mkdir(parents=True)
+    else:
+        folder.mkdir(parents=True)
+        (folder / "x").write_text("")
+    with pytest.raises(HostError) as caught:
+        ensure(ctx, loaded, lock)
+    assert caught.value.id == "disk"
+    assert str(folder / "x") in str(caught.value.where)
+
+
+def test_a_part_from_elsewhere_in_the_file_is_not_read(
+    ctx: Context, hub: Hub, tmp_path: Path
+) -> None:
+    repo = hub.repo()
+    repo.commit({"m-Q4_0.gguf": MODEL})
+    path = f"/org/model/resolve/{repo.commit({'m-Q4_0.gguf': MODEL})}/m-Q4_0.gguf"
+    total = len(MODEL)
+
+    def lies(handler: Handler) -> None:
+        handler.answer(206, MODEL[5:], {"Content-Range": f"bytes 5-{total - 1}/{total}"})
+
+    hub.api.pages[path] = lies
+    outcome = fit.run(ctx, fit.Options(hub="org/model"))
+    assert any("another part of the file" in note for note in outcome.result["notes"])
+    assert outcome.result["shape"] is None
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["token=x", "a=1&X-Amz-Signature=x", "sig=x", "Expires=1&Signature=x", "access_token=x",
+     "api_key=x", "X-Goog-Credential=x", "X-Amz-Security-Token=x"],
+)  # fmt: skip
+def test_a_signed_address_is_no_recipe_s(tmp_path: Path, query: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make_loaded(tmp_path, weights={"model": {"url": f"https://host.example/m.gguf?{query}"}})
+    assert "may not stand in a recipe" in str(caught.value.faults)
+    for fine in ("download=true", "version=2&design=x"):
+        make_loaded(tmp_path, weights={"model": {"url": f"https://host.example/m.gguf?{fine}"}})

@@ -127,7 +127,7 @@ def test_a_cache_of_huggingface_hub_is_used_in_place(
     assert first.read_bytes() == MODEL
     assert first.resolve().parent == base.resolve() / "blobs"
     assert not hub.content.requests
-    assert any("used where they lie" in line for line in heard.lines)
+    assert any("used in place" in line for line in heard.lines)
     titles = len(heard.titles)
     ensure(known, loaded, lock)
     assert len(heard.titles) == titles  # nor is anything hashed again
