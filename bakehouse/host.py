@@ -27,6 +27,8 @@ class HostFacts(Frozen):
     """The kernel's list of CPU features, sorted; empty where it gives none."""
     memory_total: int
     memory_available: int
+    memory_free: int = 0
+    """What nothing lies in; the rest of what is available is page cache that can be reclaimed."""
 
 
 def read_host(proc: Path = Path("/proc")) -> HostFacts:
@@ -41,6 +43,7 @@ def read_host(proc: Path = Path("/proc")) -> HostFacts:
         cpu_flags=" ".join(sorted(cpu.get("flags", cpu.get("Features", "")).split())),
         memory_total=_kib(memory.get("MemTotal", "0 kB")),
         memory_available=_kib(memory.get("MemAvailable", memory.get("MemFree", "0 kB"))),
+        memory_free=_kib(memory.get("MemFree", "0 kB")),
     )
 
 

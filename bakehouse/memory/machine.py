@@ -31,6 +31,8 @@ class Machine:
     total: int
     available: int
     """MemAvailable, or the profile's total less what an idle system uses."""
+    cached: int = 0
+    """Of `available`, page cache that can be reclaimed; 0 where that is not known."""
     unified: bool = False
     gpus: tuple[GpuMemory, ...] = ()
     bandwidth: float | None = None
@@ -78,6 +80,14 @@ class Machine:
             Line(item="used by others", bytes=used, source=self.source, basis=basis,
                  formula="MemTotal - MemAvailable; page cache that can be reclaimed is not in it"),
         ]  # fmt: skip
+        if self.cached:
+            lines.append(
+                Line(item="page cache that can be reclaimed", bytes=self.cached,
+                     source=self.source, basis=basis,
+                     formula="MemAvailable - MemFree; counted as available" + (
+                         ", but CUDA may not see it so: 'sync; echo 3 > /proc/sys/vm/drop_caches' "
+                         "as root gives it back" if self.unified else ""))
+            )  # fmt: skip
         if self.discrete:
             lines.append(
                 Line(item="memory of the GPU", bytes=self.gpu_total(), formula="memory.total",
@@ -133,6 +143,9 @@ def this_machine(facts: HostFacts, gpus: tuple[GpuMemory, ...] = ()) -> Machine:
         name="this machine",
         total=facts.memory_total,
         available=min(facts.memory_available, facts.memory_total),
+        cached=max(0, min(facts.memory_available, facts.memory_total) - facts.memory_free)
+        if facts.memory_free
+        else 0,
         unified=unified,
         gpus=gpus,
         bandwidth=bandwidth,

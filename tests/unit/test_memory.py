@@ -222,7 +222,15 @@ def test_d03_page_cache_is_available(tmp_path: Path) -> None:
     write(tmp_path / "cpuinfo", b"")
     machine = this_machine(read_host(tmp_path), (GpuMemory("NVIDIA GB10", None, None),))
     assert machine.available == 118000000 * 1024
-    assert make_budget(machine, GLM, {"model": glm(80 * GIB)}).fits
+    budget = make_budget(machine, GLM, {"model": glm(80 * GIB)})
+    assert budget.fits
+    (cached,) = (line for line in budget.lines if line.item == "page cache that can be reclaimed")
+    assert cached.bytes == (118000000 - 7759462) * 1024
+    assert "drop_caches" in cached.formula
+    assert "page cache that can be reclaimed" in table(budget)
+    plain = this_machine(read_host(tmp_path))
+    assert "drop_caches" not in "".join(line.formula for line in plain.lines())
+    assert not any("page cache that" in line.item for line in PROFILES["gb10"].lines())
 
 
 def test_discrete_memory_is_another_pool() -> None:
