@@ -369,7 +369,8 @@ def test_the_real_server_allocates_what_is_computed(
             deadline = time.monotonic() + 60
             wanted = rb"llama_kv_cache: size = +([\d.]+) MiB"
             while time.monotonic() < deadline and server.poll() is None:
-                if b"sched_reserve:" in log.read_bytes().rpartition(b"CPU_Mapped model")[2]:
+                last = log.read_bytes().rpartition(b"CPU_Mapped model")[2]
+                if re.search(rb"CPU compute buffer size = +[\d.]+ MiB", last):
                     break
                 time.sleep(0.1)
         finally:
