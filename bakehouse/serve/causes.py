@@ -18,6 +18,9 @@ _ERROR = re.compile(
     re.IGNORECASE,
 )
 
+_NO_ERROR = re.compile(r"\b(?:DEBUG|INFO|WARNING) +\d")
+"""A line that its logger calls less than an error: vLLM warns of errors that may come."""
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -68,7 +71,7 @@ def first_cause(lines: Sequence[str], engine: str, *, died: bool = False) -> Cau
     if known:
         return known[0]
     for number, line in enumerate(lines, start=1):
-        if _ERROR.search(line):
+        if _ERROR.search(line) and not _NO_ERROR.search(line):
             return Cause(number, line)
     return None
 
