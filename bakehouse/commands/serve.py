@@ -277,9 +277,11 @@ def _order(ctx: Context, wanted: Wanted, foreground: bool) -> Order:
         guard=guard_bounds(serve.guard, find_machine(ctx.processes)),
         key=wanted.key,
     )
-    size = sum(file.size for pin in wanted.lock.weights.values() for file in pin.files)
+    sizes = [file.size for pin in wanted.lock.weights.values() for file in pin.files]
     limits = Limits(serve.ready_timeout, serve.stall_timeout)
-    return Order(wanted.plan, wanted.asked, settings, limits, size, foreground)
+    return Order(
+        wanted.plan, wanted.asked, settings, limits, sum(sizes), max(sizes, default=0), foreground
+    )
 
 
 def guard_bounds(guard: MemoryGuard, machine: Machine) -> Bounds | None:

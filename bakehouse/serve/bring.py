@@ -54,6 +54,8 @@ class Order:
     limits: Limits
     weights_size: int = 0
     """Bytes, for the progress of loading."""
+    largest: int = 0
+    """Bytes of the largest single file: an engine may hold it whole beside all else."""
     foreground: bool = False
 
 
@@ -169,7 +171,9 @@ def _fresh(ctx: Context, order: Order, questions: Prove, notes: Notes) -> Ready:
     keep = False
     try:
         process = Process.of(link.server)
-        waiting = Waiting(ctx, link, plan.host, order.limits, order.weights_size, settings.engine)
+        waiting = Waiting(
+            ctx, link, plan.host, order.limits, order.weights_size, settings.engine, order.largest
+        )
         port = waiting.until_healthy(plan.name)
         loaded = ctx.clock.monotonic()
         if process is None:

@@ -13,6 +13,8 @@ from bakehouse.checks import Check, check
 from bakehouse.context import Context
 from bakehouse.engines.engine import Answer, engine_of
 from bakehouse.errors import BakehouseError, HostError, NotHealthy
+from bakehouse.host import read_host
+from bakehouse.memory.types import gib
 from bakehouse.ports.http import Unreachable
 from bakehouse.progress import Bar
 from bakehouse.serve.activity import Silence, read_activity
@@ -64,13 +66,21 @@ class Waiting:
     """One wait for health."""
 
     def __init__(
-        self, ctx: Context, link: Link, host: str, limits: Limits, weights_size: int, engine: str
+        self,
+        ctx: Context,
+        link: Link,
+        host: str,
+        limits: Limits,
+        weights_size: int,
+        engine: str,
+        largest: int = 0,
     ) -> None:
         self.ctx = ctx
         self.link = link
         self.host = host
         self.limits = limits
         self.total = weights_size
+        self.largest = largest
         self.engine = engine_of(engine)
         self.began = ctx.clock.monotonic()
         self.silence = Silence(self.began)
@@ -135,9 +145,7 @@ class Waiting:
         if silent > self.limits.stall:
             seen = f"nothing logged and nothing read for {silent:.0f} s ({self.stage})"
             wanted = f"a sign of life every {self.limits.stall:g} s"
-            raise self._failed(
-                "loading stalled", check("loading", wanted, seen, "server.log, /proc", ok=False)
-            )
+            raise self._stalled(check("loading", wanted, seen, "server.log, /proc", ok=False))
         if took > self.limits.ready:
             wanted = f"healthy within {self.limits.ready:g} s"
             seen = f"not healthy after {took:.0f} s; last {self.last}"
@@ -159,6 +167,19 @@ class Waiting:
         says = str((self.link.ended or {}).get("says"))
         seen = check("alive", "the server runs until it is ready", says, "process table", ok=False)
         return self._failed(f"the server ended before it was ready: it {says}", seen)
+
+    def _stalled(self, seen: Check) -> NotHealthy:
+        """Say beside a stall whether a shard could be the reason: one that does not fit hangs."""
+        free = read_host().memory_available
+        error = self._failed("loading stalled", seen)
+        if self.largest and "shards" in self.stage:
+            error.what += (
+                f" at {self.stage}: the largest shard is {gib(self.largest)}, and {gib(free)} of "
+                "memory are available"
+            )
+            if self.largest > free:
+                error.hint = "make small shards of it with 'invoke reshard', or free memory first"
+        return error
 
     def _failed(self, what: str, seen: Check) -> NotHealthy:
         return explain(what, (seen,), self.link, self.engine.name)

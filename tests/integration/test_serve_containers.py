@@ -159,6 +159,8 @@ def test_a_stall_is_named_with_what_was_being_loaded(house: House) -> None:
     assert code == 7
     seen = next(c for c in document["checks"] if c["id"] == "loading")
     assert "loading shards, 0 of 2" in seen["observed"]
+    assert "the largest shard is " in document["error"]["what"]
+    assert "of memory are available" in document["error"]["what"]
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "a-strangers"])

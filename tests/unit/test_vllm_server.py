@@ -140,7 +140,7 @@ def test_no_pickles(path: str) -> None:
 def test_what_is_added_and_what_is_asked() -> None:
     added, late = server.additions(recipe())
     assert added[late] == "~bakehouse-{nonce}"
-    asked = server.features(recipe(), lock("m"), (*GOOD, *added), "/weights/model")
+    asked = server.features(recipe(), (*GOOD, *added), "/weights/model")
     assert (asked.name, asked.context, asked.speculation) == ("r", 2000, None)
     said = "\n".join(server.expectations(asked))
     assert "max_model_len 2000" in said

@@ -53,7 +53,8 @@ class Vllm:
         self, recipe: Recipe, lock: Lock, command: Sequence[str], model_path: str
     ) -> Features:
         """Derive what the server has to show."""
-        return server_.features(recipe, lock, command, model_path)
+        del lock
+        return server_.features(recipe, command, model_path)
 
     def expectations(self, asked: Asked) -> tuple[str, ...]:
         """Say the same in words."""

@@ -7,7 +7,7 @@ addresses; outside, its port is published on one address of the host.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
 from bakehouse.engines.engine import NONCE_ALIAS, Asked
@@ -98,7 +98,7 @@ class Features(Asked):
 
     draft_tokens: int | None = None
     version: str | None = None
-    """What the image was found to hold."""
+    """What the image was found to hold when it was asked; None where it was not."""
     dtype: str | None = None
     kv_cache: str | None = None
     sequences: int | None = None
@@ -251,7 +251,7 @@ def additions(recipe: Recipe) -> tuple[tuple[str, ...], int]:
     return (*names, "--host", ANY, "--port", str(PORT)), 2
 
 
-def features(recipe: Recipe, lock: Lock, argv: Sequence[str], model_path: str) -> Features:
+def features(recipe: Recipe, argv: Sequence[str], model_path: str) -> Features:
     """Derive what to expect, from the recipe's keys and from the command itself."""
     command = read(argv)
     return Features(
@@ -261,20 +261,11 @@ def features(recipe: Recipe, lock: Lock, argv: Sequence[str], model_path: str) -
         key=recipe.serve.api_key is not None,
         speculation=command.method,
         draft_tokens=command.draft_tokens,
-        version=version_of(lock),
         dtype=_named(command.text("--dtype")),
         kv_cache=_named(command.text("--kv-cache-dtype")),
         sequences=command.number("--max-num-seqs"),
         fallback=command.text("--model-impl") == "transformers",
     )
-
-
-def version_of(lock: Lock) -> str | None:
-    """Give the version of vLLM that the pinned image was found to hold; None where unknown."""
-    image = getattr(lock, "image", None)
-    proven = getattr(image, "versions", None)
-    found = proven.get("vllm") if isinstance(proven, Mapping) else None
-    return found if isinstance(found, str) else None
 
 
 def _named(value: str | None) -> str | None:
