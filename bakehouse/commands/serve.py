@@ -10,6 +10,7 @@ from typing import Any
 
 from bakehouse.base import digest
 from bakehouse.build.ensure import ensure as ensure_build
+from bakehouse.build.image import ensure as ensure_image
 from bakehouse.commands.planned import build_lines, serve_lines
 from bakehouse.commands.servers import server_name
 from bakehouse.context import Context
@@ -41,7 +42,6 @@ from bakehouse.serve.launch import Link, Settings
 from bakehouse.serve.listeners import refuse_taken
 from bakehouse.serve.ready import Limits
 from bakehouse.serve.watch import Tail
-from bakehouse.sources.images import ensure_image
 from bakehouse.sources.weights import ensure as ensure_weights
 from bakehouse.sources.weights import locate
 
@@ -187,7 +187,7 @@ def prepare(ctx: Context, wanted: Wanted, options: Options, record: Run) -> None
     files = {role: paths.files for role, paths in weights.items()}
     _admit(ctx, wanted, files, record, risk)
     if isinstance(wanted.build, ImagePlan):
-        ensure_image(ctx, wanted.build.pin, wanted.build.arch)
+        ensure_image(ctx, wanted.loaded, wanted.lock, wanted.build, record)
         return
     survey(ctx, wanted.recipe, wanted.lock, make=True)
     ensure_build(ctx, wanted.lock, wanted.build, record)

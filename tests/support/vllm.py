@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.docker_engine import Engine
-from tests.support.vllm_image import debian, import_root, real_image, real_model
+from tests.support.vllm_image import SITE, debian, import_root, real_image, real_model
+from tests.support.vllm_stand_in import files
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
 QUESTIONS = [
@@ -24,13 +25,16 @@ QUESTIONS = [
 def fake_vllm(
     docker_engine: Engine, test_cache: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> str:
-    """An image with Debian's Python and the stand-in as its `vllm`."""
+    """An image with Debian's Python, a stand-in as its `vllm`, and a package that can be asked."""
     code = b"#!/usr/bin/python3\n" + FAKE.read_bytes()
     over = tmp_path_factory.mktemp("fake-vllm")
-    command = over / "usr/local/bin/vllm"
-    command.parent.mkdir(parents=True)
-    command.write_bytes(code)
-    command.chmod(0o755)
+    package = files("0.32.0")
+    wanted = {"usr/local/bin/vllm": code, **{f"{SITE}/{p}": t.encode() for p, t in package.items()}}
+    for path, content in wanted.items():
+        (over / path).parent.mkdir(parents=True, exist_ok=True)
+        (over / path).write_bytes(content)
+    (over / "usr/local/bin/vllm").chmod(0o755)
+    code = b"".join(wanted.values())
     name = f"bakehouse-test/fake-vllm:{hashlib.sha256(code).hexdigest()[:12]}"
     return import_root(
         docker_engine, debian(test_cache), name, 'ENTRYPOINT ["vllm","serve"]', more=over

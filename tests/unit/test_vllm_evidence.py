@@ -24,10 +24,9 @@ MODELS = {
         {"id": "~bakehouse-abcd", "root": "/weights/model", "max_model_len": 2048},
     ]
 }
-VERSION = {"version": "0.32.0"}
 ALL = Features(
     name="small", model_path="/weights/model", context=2048, speculation="ngram", draft_tokens=4,
-    version="0.32.0+cu130", dtype="float32",
+    dtype="float32",
 )  # fmt: skip
 
 json_values = st.recursive(
@@ -38,14 +37,14 @@ json_values = st.recursive(
 
 
 def judged(asked: Features = ALL, **changed: Any) -> dict[str, Verdict]:
-    seen = {"models": MODELS, "version": VERSION, "metrics": METRICS, "log": LOG, **changed}
+    seen = {"models": MODELS, "metrics": METRICS, "log": LOG, **changed}
     return {c.id: c.verdict for c in evidence.judge(asked, **seen)}
 
 
 def test_a_real_server_passes_each_check() -> None:
     seen = judged()
     assert set(seen) == {
-        "model-name", "model-path", "implementation", "version", "context", "cache-size", "dtype",
+        "model-name", "model-path", "implementation", "context", "cache-size", "dtype",
         "speculation",
     }  # fmt: skip
     assert set(seen.values()) == {Verdict.PASSED}
@@ -64,8 +63,6 @@ def changed_log(old: str, new: str) -> list[str]:
         ({"models": {"data": [{"id": "small", "root": "/else"}]}}, "model-path", "failed"),
         ({"models": {"data": [{"id": "small", "max_model_len": 1024}]}}, "context", "failed"),
         ({"models": {"data": [{"id": "small", "max_model_len": True}]}}, "context", "unknown"),
-        ({"version": {"version": "0.31.0"}}, "version", "failed"),
-        ({"version": None}, "version", "unknown"),
         ({"metrics": ""}, "speculation", "failed"),
         ({"log": []}, "implementation", "unknown"),
         ({"log": []}, "dtype", "unknown"),
@@ -91,11 +88,11 @@ def test_speculation_that_nobody_asked_for_is_seen() -> None:
     assert judged(none)["speculation"] == "failed"
 
 
-@given(models=json_values, version=json_values, metrics=st.text(max_size=40))
+@given(models=json_values, metrics=st.text(max_size=40))
 def test_no_answer_breaks_the_judge_and_nothing_passes_by_accident(
-    models: Any, version: Any, metrics: str
+    models: Any, metrics: str
 ) -> None:
-    seen = judged(models=models, version=version, metrics=metrics, log=[])
+    seen = judged(models=models, metrics=metrics, log=[])
     assert Verdict.PASSED not in seen.values()
 
 

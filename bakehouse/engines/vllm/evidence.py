@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bakehouse.checks import Check, check
-from bakehouse.engines.counters import read_counters, samples
-from bakehouse.engines.vllm.server import Features, bare
+from bakehouse.engines.counters import samples
+from bakehouse.engines.vllm.server import Features
 
 ARCHITECTURE = re.compile(r"Resolved architecture: (\w+)")
 SETTLED = re.compile(r"Initializing a V\d LLM engine \(v(\S+)\) with config: (.*)")
@@ -84,9 +84,7 @@ def _settings(text: str) -> dict[str, str]:
     return found
 
 
-def judge(
-    asked: Features, *, models: Any, version: Any, metrics: str, log: Sequence[str]
-) -> tuple[Check, ...]:
+def judge(asked: Features, *, models: Any, metrics: str, log: Sequence[str]) -> tuple[Check, ...]:
     """Judge what was asked for against what the endpoints and the log show."""
     line, engine = settled(log)
     where = f"server.log:{line}" if line else "server.log"
@@ -97,13 +95,6 @@ def judge(
         _equal("model-path", asked.model_path, mine.get("root"), "GET /v1/models root"),
         _implementation(asked, log),
     ]  # fmt: skip
-    if asked.version:
-        seen = version.get("version") if isinstance(version, Mapping) else None
-        seen = seen if isinstance(seen, str) and seen else None
-        checks.append(
-            check("version", asked.version, seen, "GET /version",
-                  ok=bare(seen or "") == bare(asked.version))
-        )  # fmt: skip
     if asked.context:
         checks += [_length(asked.context, mine), _cache_room(asked.context, log)]
     if asked.dtype:
@@ -177,12 +168,6 @@ def _speculation(asked: Features, engine: Mapping[str, str], where: str, metrics
         seen += "; no counters of drafts in /metrics"
     ok = bool(seen) and (seen or "").startswith(wanted) and published
     return check("speculation", wanted, seen, f"{where}, GET /metrics", ok=ok)
-
-
-def drafted(metrics: str) -> float | None:
-    """How many tokens were drafted since the start; None where that is not published."""
-    counters = read_counters(metrics)
-    return counters.draft_tokens if counters else None
 
 
 def _search(pattern: re.Pattern[str], log: Sequence[str]) -> tuple[int, re.Match[str] | None]:

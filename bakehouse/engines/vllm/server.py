@@ -6,7 +6,6 @@ addresses; outside, its port is published on one address of the host.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
@@ -97,8 +96,6 @@ class Features(Asked):
     """What a vLLM server has to show. The context is that of the longest sequence, in tokens."""
 
     draft_tokens: int | None = None
-    version: str | None = None
-    """What the image was found to hold when it was asked; None where it was not."""
     dtype: str | None = None
     kv_cache: str | None = None
     sequences: int | None = None
@@ -280,8 +277,6 @@ def expectations(asked: Features) -> tuple[str, ...]:
         f"/v1/models names {asked.name} with root {asked.model_path}",
         "the log shows an implementation of vLLM's own, not the Transformers fallback",
     ]
-    if asked.version:
-        said.append(f"/version shows {asked.version}")
     if asked.context:
         said.append(f"/v1/models shows max_model_len {asked.context}")
         said.append("the KV cache holds one sequence of that length")
@@ -293,8 +288,3 @@ def expectations(asked: Features) -> tuple[str, ...]:
         said.append(f"the log shows speculation with {asked.speculation}{drafts}; its counters run")
     said.append("no log line carries a fatal or a silent fault")
     return tuple(said)
-
-
-def bare(text: str) -> str:
-    """Give a version without what follows `+`: builds of one release differ in it."""
-    return re.split(r"[+]", text, maxsplit=1)[0]
