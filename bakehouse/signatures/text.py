@@ -37,7 +37,7 @@ _PREFIX = re.compile(
     | \#\#\[\w{1,20}\]                                                     # GitHub Actions
     | time="[^"]{1,40}"\slevel=\w{1,20}\smsg="                             # logfmt
     )(?:\s|(?=<)|(?<=[\]"]))\s{0,200}""",
-    re.VERBOSE,
+    re.VERBOSE | re.IGNORECASE,
 )
 _SHOWN = 500
 
