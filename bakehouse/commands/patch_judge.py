@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -36,11 +37,17 @@ from bakehouse.preflight import combinations
 from bakehouse.recipe.faults import shown
 from bakehouse.recipe.load import Loaded
 from bakehouse.records.store import Run
-from bakehouse.serve.control import stop
+from bakehouse.serve.control import look, stop
 from bakehouse.sources.manifests import read_manifest, write_manifest
 
 SERVES = (NotHealthy, NotCorrect, BuildFailed)
 """What says something about the build that was served, not about this machine."""
+
+
+INSTANCE = "judge"
+"""Begins the names of the servers, so that those that people use are left alone."""
+LEFT_S = 3600.0
+"""After so many seconds a server's folder that nothing runs in has been left behind."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,7 @@ def judge_case(ctx: Context, case: Case) -> Verdict:
     """
     recipe = case.loaded.recipe
     what = wants(recipe, case.expect)
+    _tidy(ctx, recipe.name)
     with Run.start(ctx, "patch", recipe.name, secrets=recipe.secrets) as record:
         record.pin(lock=digest(case.patched))
         record.fact("patch", case.pin.to_data())
@@ -170,6 +178,15 @@ def keep(made: Pinned, found: Verdict, recipe: str, pin: PatchPin, lock: Lock) -
     return f"manifest    {shown(made.path)}"
 
 
+def _tidy(ctx: Context, recipe: str) -> None:
+    """Remove what runs that were killed left of their servers; their ends are on record."""
+    for folder in ctx.places.servers.glob(f"{glob.escape(recipe)}@{INSTANCE}-*"):
+        with suppress(OSError):
+            age = ctx.clock.now().timestamp() - folder.stat().st_mtime
+            if age > LEFT_S and not look(folder).alive:
+                shutil.rmtree(folder)
+
+
 def _speculates(case: Case) -> bool:
     return case.loaded.recipe.serve.speculation not in (None, "none")
 
@@ -190,7 +207,7 @@ class _Server:
         self._problem: str | None = None
         self._options = serve.Options(
             recipe=str(case.loaded.path), port="0", foreground=True,
-            instance=f"judge-{id_}-{name}",
+            instance=f"{INSTANCE}-{id_}-{name}",
         )  # fmt: skip
         self._build = ""
         self._log = Path("server.log")

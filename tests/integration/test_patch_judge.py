@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import os
 import signal
+import subprocess
 import sys
-import tarfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,92 +16,28 @@ import pytest
 
 from bakehouse import cli
 from bakehouse.commands import serve as serve_command
-from bakehouse.commands.patch_judge import Case, Verdict, judge_case
+from bakehouse.commands.patch_judge import Verdict, judge_case
 from bakehouse.context import Context
 from bakehouse.errors import (
-    BuildFailed,
     Fault,
     HostError,
     NotHealthy,
     PatchError,
     RecipeError,
 )
-from bakehouse.lock import Lock
-from bakehouse.patches import for_run
 from bakehouse.patches.manifest import Expect
 from bakehouse.places import Places
 from bakehouse.plan.types import BuildPlan
-from bakehouse.recipe.load import load
-from bakehouse.resolve import ensure_lock
 from bakehouse.serve.control import folders, look, stop
 from bakehouse.serve.processes import marked
 from bakehouse.sources.manifests import manifest_path, patches_folder, read_manifest
-from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
-from tests.support.serving import FAKE
+from tests.support.judging import MORE, RATE, Builds, case, make_home, write
 
 pytestmark = pytest.mark.integration
 
-RECIPE = """\
-schema: 1
-name: tiny
-engine: llama.cpp
-source:
-  archive: {{path: source.tar.gz, sha256: {sha256}, number: 7}}
-  patches: [{patches}]
-weights:
-  model: {{path: model.gguf}}
-serve:
-  port: 0
-  stop_timeout: 2s
-  ready_timeout: 20s
-  command: "{{{{ server }}}} -m {{{{ weights.model.first }}}}"
-probe:
-  suites: [facts]
-  facts: {{questions: [{{ask: "What is 2+2?", answers: ["4"]}}]}}
-"""
-PATCH = """\
---- a/CMakeLists.txt
-+++ b/CMakeLists.txt
-@@ -1 +1,2 @@
- #
-+# mended
-"""
-MORE = """\
---- a/CMakeLists.txt
-+++ b/CMakeLists.txt
-@@ -1,2 +1,3 @@
- #
- # mended
-+# more
-"""
-RATE = "rate=20"
+ROOT = Path(__file__).resolve().parents[2]
 
 Judge = Callable[..., Verdict]
-
-
-class Builds:
-    """Stands for the build: an artifact is a script that runs the fake engine with its faults."""
-
-    def __init__(self) -> None:
-        self.without: Sequence[str] = (RATE,)
-        self.patched: Sequence[str] = (RATE,)
-        self.broken = False
-        self.judged = "fix"
-        """The patch that makes the difference."""
-        self.made: list[str] = []
-
-    def __call__(self, ctx: Context, lock: Lock, plan: BuildPlan, record: object) -> None:
-        patched = any(pin.id == self.judged for pin in lock.patches)
-        if patched and self.broken:
-            raise BuildFailed("server.cpp:7: expected ';'", where="compile.log:9")
-        server = Path(plan.server)
-        if not server.exists():
-            self.made.append("with" if patched else "without")
-        server.parent.mkdir(parents=True, exist_ok=True)
-        faults = (*(self.patched if patched else self.without), f"build=b7-{lock.stamp}")
-        words = " ".join(f"--fault '{fault}'" for fault in faults)
-        server.write_text(f"#!/bin/sh\nexec '{sys.executable}' -S '{FAKE}' \"$@\" {words}\n")
-        server.chmod(0o755)
 
 
 @pytest.fixture
@@ -116,25 +49,11 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> Builds:
 
 @pytest.fixture
 def home(tmp_path: Path, places: Places) -> Iterator[Path]:
-    recipes = tmp_path / "recipes"
-    recipes.mkdir()
-    (recipes / "model.gguf").write_bytes(gguf_bytes(llama_metadata(), [f32("a", 8, 4)]))
-    with tarfile.open(recipes / "source.tar.gz", "w:gz") as archive:
-        entry = tarfile.TarInfo("x/CMakeLists.txt")
-        entry.size, entry.mtime = 2, 1_700_000_000
-        archive.addfile(entry, io.BytesIO(b"#\n"))
-    (recipes / "fix.patch").write_text(PATCH)
-    write(recipes)
+    recipes = make_home(tmp_path)
     yield recipes
     for folder in folders(places):
         stop(folder)
         assert not marked(folder)
-
-
-def write(folder: Path, patches: str = "{file: fix.patch}") -> None:
-    sha256 = hashlib.sha256((folder / "source.tar.gz").read_bytes()).hexdigest()
-    (folder / "tiny.yaml").write_text(RECIPE.format(sha256=sha256, patches=patches))
-    (folder / "tiny.lock.json").unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -151,15 +70,6 @@ def judged(context: Context, home: Path, builds: Builds) -> Judge:
         return judge_case(context, case(context, home, Expect.model_validate(expect)))
 
     return call
-
-
-def case(ctx: Context, home: Path, expect: Expect) -> Case:
-    loaded = load(home / "tiny.yaml")
-    lock = ensure_lock(ctx, loaded)
-    (pin,) = lock.patches
-    drop = for_run.Asked(drop=("fix",))
-    without = for_run.ensure(ctx, drop.change(ctx)(loaded), drop)
-    return Case(loaded, pin, lock, without, "fix", expect)
 
 
 def nothing_left(places: Places) -> bool:
@@ -372,24 +282,51 @@ def test_this_machines_troubles_are_no_verdict(
     assert nothing_left(places)
 
 
-@pytest.mark.parametrize("slow", ["without", "with"])
-def test_an_interrupt_leaves_nothing(
-    context: Context, home: Path, builds: Builds, places: Places, slow: str
+@pytest.mark.parametrize(
+    ("slow", "number", "code"),
+    [
+        ("without", signal.SIGINT, 130),
+        ("with", signal.SIGINT, 130),
+        ("with", signal.SIGTERM, 130),
+        ("with", signal.SIGKILL, -9),
+    ],
+)
+def test_a_signal_leaves_nothing_running(
+    home: Path, places: Places, slow: str, number: int, code: int
 ) -> None:
-    setattr(builds, "patched" if slow == "with" else "without", (RATE, "hangs"))
+    """A real process is ended while the server that it started works on a request."""
+    more = home.parent / "more.patch"
+    more.write_text(MORE)
+    environment = {**os.environ, "BAKEHOUSE_HOME": str(places.cache.parent)}
+    judge = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.judging", str(home), str(more), slow],
+        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 40
+    while time.monotonic() < deadline and judge.poll() is None and not _asked(places, slow):
+        time.sleep(0.05)
+    judge.send_signal(number)
+    said = judge.communicate(timeout=30)[1]
+    assert judge.returncode == code, said
+    while time.monotonic() < deadline and any(look(f).alive for f in folders(places)):
+        time.sleep(0.05)
+    assert not [f for f in folders(places) if look(f).alive or marked(f)]
+    if code != -9:
+        assert nothing_left(places)
 
-    def interrupt() -> None:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            started = [f for f in folders(places) if f.name.endswith(f"-{slow}") and look(f).alive]
-            log = started[0] / "server.log" if started else None
-            if log and log.is_file() and "listening" in log.read_text():
-                break
-            time.sleep(0.05)
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        judge_case(context, case(context, home, Expect()))
-    assert nothing_left(places)
+def _asked(places: Places, name: str) -> bool:
+    """Whether the server of a side works on a request."""
+    logs = places.servers.glob(f"*@judge-*-{name}/server.log")
+    return any("request POST" in log.read_text() for log in logs)
+
+
+def test_what_a_killed_run_left_is_tidied_up(judged: Judge, places: Places) -> None:
+    old, fresh = (places.servers / f"tiny@judge-{name}-with" for name in ("0000", "ffff"))
+    for folder in (old, fresh, places.servers / "tiny@other", places.servers / "else@judge-0-with"):
+        folder.mkdir(parents=True)
+    os.utime(old, (1, 1))
+    judged()
+    assert sorted(f.name for f in places.servers.iterdir() if f.is_dir()) == [
+        "else@judge-0-with", "tiny@judge-ffff-with", "tiny@other",
+    ]  # fmt: skip

@@ -75,6 +75,8 @@ def timings() -> dict[str, Any]:
 def count_post() -> None:
     """Log a line for each request (`grumbles=LINE`), and die at the nth (`dies-at=N`)."""
     COUNTED["posts"] += 1
+    if "chatty" in FAULTS:
+        log("request POST")
     if "grumbles" in FAULTS:
         log(f"0.00.001.{COUNTED['posts']:03d} E {FAULTS['grumbles']}")
     if COUNTED["posts"] == int(FAULTS.get("dies-at") or 0):
