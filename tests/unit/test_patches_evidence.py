@@ -6,16 +6,23 @@ import math
 import re
 import tempfile
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bakehouse.context import Context
 from bakehouse.patches.contrast import contrast, tail
-from bakehouse.patches.generation import Item, read
+from bakehouse.patches.generation import Item, generate, items, read
 from bakehouse.patches.kinds import Kind
-from bakehouse.patches.measure import read_log
+from bakehouse.patches.measure import Measure, Read, Wants, read_log, side
+from bakehouse.ports.http import Reply, Unreachable
 from bakehouse.probe.reply import Told
+from bakehouse.probe.talk import Talk
+from bakehouse.probe.types import Known
+from bakehouse.recipe.gate import Probe, Request
+from tests.support.scripted import Scripted, endpoint
 
 PATTERN = r"llama_decode\[\d\] returned -?\d+"
 LINES = [f"0.07.{n:03d}.118 E llama_decode[1] returned -{n}" for n in range(2)]
@@ -72,3 +79,65 @@ def test_a_log_is_read_once_for_everything(written: list[str]) -> None:
     assert found.matches == {PATTERN: count, "^$": written.count("")}
     assert {g.id: g.count for g in found.graves} == ({"draft-head-failing": count} if count else {})
     assert found.lines == len(written)
+
+
+@pytest.mark.parametrize("engine", ["llama.cpp", "vllm"])
+def test_both_servers_are_asked_the_same(engine: str) -> None:
+    """Greedy, from a fixed seed, without the prompt cache of an engine that has a switch for it."""
+
+    def answer(path: str, body: dict[str, Any]) -> Any:
+        if path.endswith("/chat/completions"):
+            message = {"content": "a harbour", "reasoning_content": "let me see"}
+            return {"choices": [{"message": message}], "usage": {"completion_tokens": 3}}
+        return {"choices": [{"text": "a boat"}], "usage": {"completion_tokens": 2}}
+
+    asked = Scripted(answer)
+    wanted = items(vision=True)
+    said = generate(
+        Talk(asked, endpoint(engine)), Request(reasoning_effort="low"), wanted, 40, rounds=2
+    )
+    assert [[s.item for s in each] for each in said] == [[i.name for i in wanted]] * 2
+    assert {s.text for s in said[0]} == {"let me see\n\na harbour", "a boat"}
+    for path, body in asked.asked:
+        assert (body["temperature"], body["seed"], body["max_tokens"]) == (0, 1, 40)
+        assert body.get("cache_prompt") is (False if engine == "llama.cpp" else None)
+        assert ("reasoning_effort" in body) == path.endswith("/chat/completions")
+    assert asked.asked[: len(wanted)] == asked.asked[len(wanted) :]
+    pictures = [b for _, b in asked.asked if "image_url" in str(b)]
+    assert len(pictures) == 2
+
+
+def test_where_nobody_answers_the_rounds_end() -> None:
+    said = generate(
+        Talk(Scripted(lambda *_: Unreachable("connection refused", refused=True)), endpoint()),
+        Request(), items(), 40,
+    )  # fmt: skip
+    assert len(said) == 1
+    assert [s.problem for s in said[0]] == ["connection refused"]
+
+
+def test_drafts_of_an_engine_that_counts_for_all() -> None:
+    """No answer tells of drafts, and the counters do: only what came meanwhile counts."""
+    made = iter([(100, 60), (400, 240)])
+
+    def answer(path: str, body: dict[str, Any]) -> Any:
+        return {"choices": [{"message": {"content": "x"}, "text": "x"}]}
+
+    class Counting(Scripted):
+        def ask(self, method: str, url: str, **more: Any) -> Reply:
+            if not url.endswith("/metrics"):
+                return super().ask(method, url, **more)
+            drafted, kept = next(made)
+            text = (
+                f"vllm:spec_decode_num_draft_tokens_total {drafted}\n"
+                f"vllm:spec_decode_num_accepted_tokens_total {kept}\n"
+            )
+            return Reply(200, {}, text.encode(), 0.01)
+
+    what = Wants(Probe(), items(), 20, rounds=1)
+    heard = Measure(cast(Context, Counting(answer)), what, speed_only=True)
+    proof = heard(endpoint("vllm"), cast(Known, None))
+    assert proof.passed
+    assert heard.counted == (300, 180)
+    one = side("with", "b", heard, Path("server.log"), Read(), None)
+    assert one.drafts(frozenset(one.items)) == (300, 180)
