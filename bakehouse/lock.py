@@ -206,10 +206,18 @@ class Lock(Frozen):
 
     @property
     def base(self) -> str | None:
-        """What patches are applied to: the source's commit, or the tree of an archive."""
+        """What patches are applied to: a commit, the tree of an archive, or an image."""
         if isinstance(self.source, GitPin):
             return self.source.commit
-        return self.source.tree if self.source else None
+        if self.source:
+            return self.source.tree
+        pins = self.images.get("image")
+        if not pins:
+            return None
+        lists = {pin.index for pin in pins.values()}
+        if len(lists) == 1 and (one := lists.pop()):
+            return one
+        return digest({arch: pin.digest or pin.id for arch, pin in pins.items()})
 
     @property
     def build_number(self) -> int:

@@ -138,15 +138,13 @@ def resolve(ctx: Context, loaded: Loaded, before: Lock | None = None) -> Lock:
             )
         else:
             source = gitpin.pin_git(ctx, git, wanted_tree)
-        base = source.commit if isinstance(source, GitPin) else source.tree
-        patch_pins = tuple(pin.model_copy(update={"base": base}) for pin in patch_pins)
         source_tree = tree.patched_tree(ctx, git, source, patch_pins)
     pins = known.weights if known else {}
     weights = {
         role: pinning.pin_weights(ctx, loaded.folder, role, wanted, pins.get(role))
         for role, wanted in recipe.weights.items()
     }
-    return Lock(
+    lock = Lock(
         recipe=recipe.name,
         engine=recipe.engine,
         wants=wants(recipe),
@@ -157,6 +155,8 @@ def resolve(ctx: Context, loaded: Loaded, before: Lock | None = None) -> Lock:
         weights=weights,
         images=images.pin_images(ctx, recipe.images),
     )
+    on = {"base": lock.base}
+    return lock.model_copy(update={"patches": tuple(p.model_copy(update=on) for p in patch_pins)})
 
 
 def _pin_toolkit(ctx: Context, recipe: Recipe) -> ToolkitPin | None:

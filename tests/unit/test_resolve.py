@@ -197,3 +197,47 @@ def test_what_moved_is_told() -> None:
     assert moved_line(change).startswith("moved source: https://example.org/x.git commit 111")
     assert changes(old, old) == ()
     assert any(SHA1 in line for line in describe(old))
+
+
+PINNED = {
+    "id": "7", "file": {"path": "ggml-org/llama.cpp#7", "size": 1, "sha256": SHA1},
+    "repo": "ggml-org/llama.cpp", "base": C1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("source", "reasons"),
+    [
+        ({**GIT, "patches": [{"pr": 7}]}, []),
+        ({**GIT, "patches": [{"id": "7", "repo": "ggml-org/llama.cpp"}]}, ["recipe-changed"]),
+        ({**GIT, "patches": []}, ["patch-changed"]),
+        ({**GIT, "patches": [{"pr": 8}]}, ["patch-changed"]),
+        ({**GIT, "patches": [{"pr": 7, "repo": "o/fork"}]}, ["patch-changed"]),
+        ({**GIT, "patches": [{"pr": 7}, {"pr": 8}]}, ["patch-changed"]),
+        ({**GIT, "patches": [{"pr": 7, "sha256": SHA2}]}, ["patch-changed"]),
+        ({**GIT, "patches": [{"pr": 7, "allow": "fuzz"}]}, ["patch-allowed-changed"]),
+        ({**GIT, "commit": C2, "patches": [{"pr": 7}]}, ["commit-changed", "patch-base-changed"]),
+    ],
+)
+def test_drift_of_pinned_patches(source: dict[str, Any], reasons: list[str]) -> None:
+    locked = recipe(**BASE | {"source": {**GIT, "patches": [{"pr": 7}]}})
+    found = drift(recipe(**BASE | {"source": source}), lock(locked, patches=[PINNED]))
+    assert [d.reason for d in found] == reasons
+
+
+def test_what_patches_are_applied_to() -> None:
+    one = recipe(**BASE)
+    assert lock(one).base == C1
+    assert lock(one, source=ARCHIVE_PIN).base == C1
+    pin = {"reference": "x/y:1", "name": "docker.io/x/y", "id": f"sha256:{SHA1}", "size": 1}
+    both = {
+        "x86_64": {**pin, "index": f"sha256:{SHA2}"},
+        "aarch64": {**pin, "index": f"sha256:{SHA2}"},
+    }
+    assert lock(one, source=None, images={"image": both}).base == f"sha256:{SHA2}"
+    alone = {"x86_64": {**pin, "digest": f"sha256:{SHA1}"}}
+    other = {"x86_64": {**pin, "digest": f"sha256:{SHA2}"}}
+    bases = {lock(one, source=None, images={"image": i}).base for i in (alone, other)}
+    assert len(bases) == 2
+    assert None not in bases
+    assert lock(one, source=None).base is None
