@@ -20,7 +20,12 @@ from bakehouse.redact import clean
 from bakehouse.sources.diffs import MAX_BYTES, check_patch
 from bakehouse.sources.files import write_atomic
 from bakehouse.sources.fitting import Fit, try_patch
-from bakehouse.sources.manifests import manifest_path, patches_folder, read_manifest
+from bakehouse.sources.manifests import (
+    find_manifest,
+    manifest_path,
+    patches_folder,
+    read_manifest,
+)
 
 
 def stored(places: Places, sha256: str) -> Path:
@@ -216,6 +221,8 @@ def diff_of(ctx: Context, pin: PatchPin) -> bytes:
         )
     data = fetch_again(ctx, pin)
     found = hashlib.sha256(data).hexdigest()
+    if found != pin.file.sha256 and (old := _of_old_head(ctx, pin)) is not None:
+        data, found = old, pin.file.sha256
     if found != pin.file.sha256:
         raise LockError(
             f"patch {pin.file.path} moved: sha256 {pin.file.sha256} is pinned, {found} came",
@@ -226,6 +233,23 @@ def diff_of(ctx: Context, pin: PatchPin) -> bytes:
         )
     keep(ctx.places, found, data)
     return data
+
+
+def _of_old_head(ctx: Context, pin: PatchPin) -> bytes | None:
+    """The pinned diff of a pull request that was pushed to since, where its old head is left."""
+    from bakehouse.sources import upstream
+
+    manifest = find_manifest(patches_folder(ctx.recipes), str(pin.repo), pin.id)
+    if manifest is None or None in (manifest.pr, manifest.base, manifest.head):
+        return None
+    page = f"{upstream.host_of(ctx.environment)}/{manifest.repo}/compare"
+    try:
+        data = upstream.get(
+            ctx, f"{page}/{manifest.base}...{manifest.head}.diff{upstream.FULL_INDEX}"
+        )
+    except PatchError:
+        return None
+    return data if hashlib.sha256(data).hexdigest() == pin.file.sha256 else None
 
 
 def vendored_path(ctx: Context, pin: PatchPin) -> Path | None:

@@ -276,11 +276,17 @@ def test_a_fresh_clone_fetches_what_the_manifest_pins(
     assert stored(empty.places, sha256).is_file()
     offer(repo, 7, host_main(repo), {"llama.cpp": GREETING.replace("patched", "newer")})
     late = replace(ctx, places=Places(tmp_path / "l" / "cache", tmp_path / "l" / "state"))
+    fetch.run(late, fetch.Options("small", locked=True))
+    assert stored(late.places, sha256).is_file(), "its old head is still to be had"
+    stored(late.places, sha256).unlink()
+    head = read_manifest(manifest_file(ctx, 7)).head
+    host.collected.add(str(head))
+    last = replace(ctx, places=Places(tmp_path / "m" / "cache", tmp_path / "m" / "state"))
     with pytest.raises(LockError, match="moved: sha256"):
-        fetch.run(late, fetch.Options("small", locked=True))
+        fetch.run(last, fetch.Options("small", locked=True))
     host.gone = True
     with pytest.raises(PatchError, match="404"):
-        fetch.run(late, fetch.Options("small", locked=True))
+        fetch.run(last, fetch.Options("small", locked=True))
 
 
 def test_a_vendored_patch_needs_no_host(ctx: Context, host: PullHost, tmp_path: Path) -> None:

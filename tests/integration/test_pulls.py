@@ -350,6 +350,8 @@ def test_one_commit_of_a_repository(ctx: Context, repo: Repo, host: PullHost) ->
     assert same.result["how"] == "same"
     with pytest.raises(PatchError, match="404"):
         run(ctx, pr="", commit="1" * 40)
+    host.gone = True
+    assert run(ctx, pr="", commit=head).result["how"] == "offline", "it vanished; it is kept"
     with pytest.raises(UsageError, match="40 hex"):
         run(ctx, pr="", commit=head[:12])
 

@@ -50,12 +50,20 @@ class PullHost(GitHost):
         super().__init__(port, root)
         self.page_faults: defaultdict[str, list[Fault]] = defaultdict(list)
         self.asked: list[str] = []
+        self.collected: set[str] = set()
+        """Commits that no ref reaches any more, and that are gone."""
 
     def text(self, path: str) -> bytes | None:
         """What `/OWNER/NAME/pull/N.diff` and its like hold; None where there is no such thing."""
         _, owner, name, kind, what = path.split("/")
         repo = self.repos.get(f"{owner}/{name}.git")
-        what, _, form = what.partition(".")
+        what, _, form = what.rpartition(".")
+        if kind == "compare":
+            begin, _, end = what.partition("...")
+            gone = repo is None or self.gone or end in self.collected
+            return (
+                self._git(repo, "diff", "--full-index", begin, end) if repo and not gone else None
+            )
         end = f"refs/pull/{what}/head" if kind == "pull" else what
         if repo is None or self.gone or self._git(repo, "rev-parse", "--verify", "-q", end) is None:
             return None
