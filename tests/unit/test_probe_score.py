@@ -197,7 +197,8 @@ def test_more_tokens_than_a_text_has_bytes_are_none_of_it() -> None:
 
 def test_token_by_token_is_given_up_when_it_takes_for_ever() -> None:
     around = Scripted(Llama(grammar=False))
-    hasty = Talk(around, scripted.endpoint(), Patience(most=0.0))
+    hasty = Talk(around, scripted.endpoint(), Patience(most=-1.0))
     scored = score_text(hasty, TEXT)
-    assert (scored.trouble, scored.problem) == ("lost", "1 of 8 tokens took 0 s")
+    assert scored.trouble == "lost"
+    assert "1 of 8 tokens took" in str(scored.problem)
     assert len(around.asked) == 3
