@@ -121,6 +121,13 @@ class ToolkitPin(Frozen):
     wheels: tuple[WheelPin, ...]
 
 
+class ModPin(Frozen):
+    """A folder with a script that changes an image, file by file."""
+
+    folder: str
+    files: tuple[FilePin, ...]
+
+
 class ImagePin(Frozen):
     """A container image for one architecture, by content; a tag is resolved once, here."""
 
@@ -172,6 +179,7 @@ class Lock(Frozen):
     weights: dict[str, WeightPin]
     images: dict[str, dict[str, ImagePin]] = {}
     """By role (`image`; `builder` and `runtime` of a build), then by architecture."""
+    mods: tuple[ModPin, ...] = ()
 
     def image(self, arch: str, role: str = "image") -> ImagePin:
         """Give the image for an architecture. Raises HostError where the recipe names none."""
@@ -258,14 +266,24 @@ def _pins(lock: Lock) -> dict[str, str]:
         pins["toolkit"] = f"CUDA {lock.toolkit.version}, {len(lock.toolkit.wheels)} wheels"
         for wheel in lock.toolkit.wheels:
             pins[f"toolkit {wheel.path}"] = f"{wheel.size:,} bytes, sha256 {wheel.sha256}"
-    for role, by_arch in lock.images.items():
-        for arch, image in by_arch.items():
-            pins[f"{role} {arch}"] = f"{image.reference} is {image.ref}"
+    pins |= _image_pins(lock)
     for role, pin in lock.weights.items():
         at = f" revision {pin.revision}" if pin.revision else ""
         pins[f"{role}"] = f"{pin.origin}{at}"
         for file in pin.files:
             pins[f"{role} {file.path}"] = f"{file.size:,} bytes, sha256 {file.sha256}"
+    return pins
+
+
+def _image_pins(lock: Lock) -> dict[str, str]:
+    pins = {
+        f"{role} {arch}": f"{image.reference} is {image.ref}"
+        for role, by_arch in lock.images.items()
+        for arch, image in by_arch.items()
+    }
+    for mod in lock.mods:
+        for file in mod.files:
+            pins[f"mod {mod.folder}/{file.path}"] = f"sha256 {file.sha256}"
     return pins
 
 

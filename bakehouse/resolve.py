@@ -20,6 +20,7 @@ from bakehouse.lock import (
 )
 from bakehouse.recipe.model import Recipe
 from bakehouse.sources.drift import differences, provided_toolkit
+from bakehouse.sources.mods import pin_mods
 
 if TYPE_CHECKING:
     from bakehouse.context import Context
@@ -95,6 +96,8 @@ def wants(recipe: Recipe) -> str:
         data |= {"images": recipe.images}
     if recipe.image and recipe.image.patches:
         data |= {"patches": [patch.to_data() for patch in recipe.image.patches]}
+    if recipe.image and recipe.image.mods:
+        data |= {"mods": [mod.folder for mod in recipe.image.mods]}
     return digest(data)
 
 
@@ -154,6 +157,7 @@ def resolve(ctx: Context, loaded: Loaded, before: Lock | None = None) -> Lock:
         toolkit=_pin_toolkit(ctx, recipe),
         weights=weights,
         images=images.pin_images(ctx, recipe.images),
+        mods=pin_mods(loaded.folder, recipe.image.mods if recipe.image else ()),
     )
     on = {"base": lock.base}
     return lock.model_copy(update={"patches": tuple(p.model_copy(update=on) for p in patch_pins)})

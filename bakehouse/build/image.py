@@ -70,7 +70,7 @@ def _have(
     if not plan.dockerfile:
         return found, "", (), held is not None
     if loaded.recipe.image:
-        return (*lay_over(ctx, lock, plan, run), False)
+        return (*lay_over(ctx, lock, plan, run, recipes=loaded.folder), False)
     build = loaded.recipe.build or Build()
     expected = expected_of(build, lock, plan.arch)
     cuda = build.cuda.version if build.cuda else None

@@ -25,13 +25,15 @@ from bakehouse.plan.dockerfile import script
 from bakehouse.plan.types import ImagePlan
 from bakehouse.ports.docker import ImageFacts
 from bakehouse.records.store import Run
+from bakehouse.sources.mods import copy_mod
 
 
 def lay_over(
-    ctx: Context, lock: Lock, plan: ImagePlan, run: Run
+    ctx: Context, lock: Lock, plan: ImagePlan, run: Run, *, recipes: Path
 ) -> tuple[ImageFacts, str, tuple[Check, ...]]:
     """Build the plan's image over its base, which is here. Give it, its content's digest, checks.
 
+    `recipes` is the folder that mods are relative to.
     Raises BuildFailed (6), PatchError (5), HostError (9), LockError (4).
     """
     env = build_environment(ctx)
@@ -40,13 +42,17 @@ def lay_over(
     with digest_lock(ctx, ctx.places.images, plan.digest):
         if there := built_already(ctx, plan):
             return (*there, ())
-        with run.step("overlay"):
-            overlay = make_overlay(ctx, lock, plan.pin.ref)
+        overlay = Overlay({}, (), ())
+        if lock.source or lock.patches:
+            with run.step("overlay"):
+                overlay = make_overlay(ctx, lock, plan.pin.ref)
         run.fact("overlay", {"files": overlay.hashes, "removed": list(overlay.removed),
                              "left out": list(overlay.left_out)})  # fmt: skip
         steps.clear(folder)
         try:
             _write_context(plan, overlay, folder)
+            for number, mod in enumerate(lock.mods, 1):
+                copy_mod(recipes, mod, folder / "mods" / str(number))
             docker_build(ctx, plan.step("build"), run, env, folder, lambda _: None, _no_error)
         finally:
             steps.clear(folder)
@@ -77,14 +83,15 @@ def _verify(
     if found is None:
         raise BuildFailed("the build left no image", where=plan.image, hint="see its log")
     names = (*overlay.files, *overlay.removed)
-    _, inside = read_files(ctx, found.id, names)
+    inside = read_files(ctx, found.id, names)[1] if names else {}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in inside.items()}
     wrong = sorted(n for n in names if hashes.get(n) != overlay.hashes.get(n))
     same_user = (found.user or "root") == (plan.pin.user or "root")
+    laid = check("image.overlay", f"{len(names)} changed files", ", ".join(wrong) or "all of them",
+                 plan.image, ok=not wrong)  # fmt: skip
     checks = (
         labelled(plan, found),
-        check("image.overlay", f"{len(names)} changed files", ", ".join(wrong) or "all of them",
-              plan.image, ok=not wrong),
+        *([laid] if names else []),
         check("image.user", plan.pin.user or "root", found.user or "root", plan.image,
               ok=same_user),
     )  # fmt: skip

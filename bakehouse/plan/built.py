@@ -32,6 +32,7 @@ def labels_of(recipe: Recipe, lock: Lock, key: str) -> dict[str, str]:
         f"{OURS}.plan": key,
         f"{OURS}.lock": digest(lock),
         f"{OURS}.source": source or "none",
+        f"{OURS}.mods": " ".join(f"{m.folder}:{digest(m)}" for m in lock.mods) or "none",
         f"{OURS}.patches": " ".join(f"{p.id}:{p.file.sha256}" for p in lock.patches) or "none",
     }
 

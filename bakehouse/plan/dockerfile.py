@@ -16,7 +16,7 @@ def render(template: str, **values: Any) -> str:
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER), undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True, autoescape=False,  # noqa: S701 - no HTML
+        keep_trailing_newline=True, trim_blocks=True, autoescape=False,  # noqa: S701 - no HTML
     )  # fmt: skip
     environment.filters["tojson"] = _plain
     return environment.get_template(template).render(values)

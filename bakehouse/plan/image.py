@@ -47,27 +47,34 @@ def plan_image(recipe: Recipe, lock: Lock, arch: str, *, origin: Origin) -> Imag
 
 
 def _overlaid(recipe: Recipe, lock: Lock, arch: str, pin: ImagePin, asks: Asks) -> ImagePlan:
-    """Plan an image with Python files of pinned patches, or of a branch, over the pinned base."""
-    text = dockerfile.render("vllm.Dockerfile.j2", base=base_name(pin), user=pin.user or "root")
+    """Plan an image that is changed by pinned patches, a branch or mods, over the pinned base."""
+    overlay = bool(lock.source or lock.patches)
+    text = dockerfile.render(
+        "vllm.Dockerfile.j2", base=base_name(pin), user=pin.user or "root", overlay=overlay,
+        mods=lock.mods,
+    )  # fmt: skip
     key = digest(
         {
             "rules": RULES, "dockerfile": text, "scripts": dockerfile.script_hashes("lay.py"),
             "image": pin.ref, "arch": arch, "source": lock.source_tree,
             "patches": [[patch.file.sha256, patch.allow] for patch in lock.patches],
+            "mods": [[file.to_data() for file in mod.files] for mod in lock.mods],
         }
     )  # fmt: skip
     image, labels = tag_of(recipe.name, key), labels_of(recipe, lock, key)
     changes = "the branch's Python" if lock.source else "the patched Python files"
+    made = Step(
+        id="overlay",
+        title=f"make {changes}, against the files that the base image has",
+        expects=("nothing that is compiled changes", "every hunk fits"),
+    )
+    mods = "".join(f", run the mod {mod.folder}" for mod in lock.mods)
     steps = (
         pull_step("image", pin, arch),
-        Step(
-            id="overlay",
-            title=f"make {changes}, against the files that the base image has",
-            expects=("nothing that is compiled changes", "every hunk fits"),
-        ),
+        *([made] if overlay else []),
         Step(
             id="build",
-            title="lay them over the base image",
+            title=f"change the base image: {'lay them over' if overlay else 'as it is'}{mods}",
             argv=build_argv(image, {}, labels),
             expects=("exit code 0", "our labels", "the files in the image are those"),
         ),

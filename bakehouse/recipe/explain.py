@@ -30,6 +30,7 @@ STAND_INS: dict[str, Any] = {
     "serve": {"command": "server"},
     "command": "server",
     "file": "file",
+    "folder": "folder",
     "sha256": "0" * 64,
     "version": "13.0",
     "ref": {"x86_64": "image"},

@@ -201,6 +201,13 @@ class ApiKey(Frozen):
         return self
 
 
+class Mod(Frozen):
+    """A change to an image that a script makes while the image is built."""
+
+    folder: Filled
+    """Relative to the recipe; holds `run.sh`, which runs there as root, without network."""
+
+
 class Image(Frozen):
     """A container image for each architecture, as it is, or as the base of one that is built."""
 
@@ -209,6 +216,8 @@ class Image(Frozen):
     """vLLM's Python from a branch, at an exact commit, laid over the base image."""
     patches: tuple[Patch, ...] = ()
     """Applied to the base image's own Python packages; paths as in site-packages."""
+    mods: tuple[Mod, ...] = ()
+    """Run in order, after source or patches."""
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -223,7 +232,7 @@ class Image(Frozen):
     @property
     def built(self) -> bool:
         """Whether an image is made of the base."""
-        return bool(self.source or self.patches)
+        return bool(self.source or self.patches or self.mods)
 
 
 class Container(Frozen):

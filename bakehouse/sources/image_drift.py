@@ -24,3 +24,7 @@ def image_drift(recipe: Recipe, lock: Lock) -> Iterator[tuple[str, str, str, str
         pinned = [patch.file.path for patch in lock.patches]
         if named != pinned:
             yield "patch-changed", "image.patches", ", ".join(pinned), ", ".join(named)
+    mods = [mod.folder for mod in recipe.image.mods] if recipe.image else []
+    if mods != [mod.folder for mod in lock.mods]:
+        were = ", ".join(mod.folder for mod in lock.mods)
+        yield "mod-changed", "image.mods", were or "none", ", ".join(mods) or "none"

@@ -272,6 +272,36 @@ def test_patches_that_cannot_be_laid_over(
     assert error["id"] == id_, error
 
 
+def test_a_mod_makes_it_able(home: Home, base: str) -> None:
+    mod = home.folder / "mods/glimmer"
+    mod.mkdir(parents=True)
+    (mod / "new.py").write_text(stand_in.MORE)
+    target = f"{PACKAGES}/{stand_in.PATH}"
+    (mod / "run.sh").write_text(f"#!/bin/sh\nset -eu\ncp new.py {target}\n")
+    served(home, mods=[{"folder": "mods/glimmer"}])
+    lock = home.run("lock")["result"]["lock"]
+    assert [file["path"] for file in lock["mods"][0]["files"]] == ["new.py", "run.sh"]
+    built = home.run("build", "--locked")
+    assert {c["verdict"] for c in built["checks"]} == {"passed"}
+    image = home.engine.port().image(built["result"]["image"])
+    assert image is not None
+    assert image.user == "1000:1000"
+    assert image.labels["bakehouse.mods"].startswith("mods/glimmer:")
+    lines = differences(
+        image_files(home.engine.port(), BASE), image_files(home.engine.port(), image.id)
+    )
+    assert [line.partition(": ")[0] for line in lines] == [target[1:]]
+    (mod / "new.py").write_text("other")
+    home.forget(built["result"]["image"])
+    error = home.run("build", exits=4)["error"]
+    assert error["id"] == "mod-changed"
+    (mod / "run.sh").write_text("#!/bin/sh\nexit 3\n")
+    home.run("lock", "--update")
+    assert home.run("build", exits=6)["error"]["what"].startswith("build failed: ")
+    (mod / "run.sh").unlink()
+    assert home.run("lock", "--update", exits=4)["error"]["id"] == "mod-missing"
+
+
 @pytest.fixture
 def upstream(tmp_path: Path) -> Iterator[Repo]:
     """The repository, whose tag v0.1.0 is what the base image was built from."""
