@@ -292,16 +292,25 @@ def _write(plan: Cut, part: Path, inputs: list[int], reused: set[str], bar: Bar)
 
     def write(shard: Shard) -> None:
         half = part / (shard.name + ".half")
-        with half.open("wb", buffering=0) as file:
-            file.write(shard.head)
-            for number, offset, length in _runs(shard):
-                copy_range(inputs[number], offset, file.fileno(), length, advance)
-        half.rename(part / shard.name)
+        try:
+            with half.open("wb", buffering=0) as file:
+                file.write(shard.head)
+                for number, offset, length in _runs(shard):
+                    copy_range(inputs[number], offset, file.fileno(), length, advance)
+            half.rename(part / shard.name)
+        except BaseException as error:
+            if not stop.is_set():  # the first; the others are waited for in their order
+                failed.append(error)
+                stop.set()
+            raise
 
+    failed: list[BaseException] = []
     pool = ThreadPoolExecutor(WRITERS)
     try:
         for _ in pool.map(write, [s for s in plan.shards if s.name not in reused]):
             pass
+    except _Stopped:
+        raise failed[0] from None
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)

@@ -403,9 +403,9 @@ def test_one_writer_that_fails_calls_the_other_off(
     began, ended = threading.Event(), threading.Event()
 
     def copies(_: int, __: int, ___: int, ____: int, on_bytes: Any) -> None:
-        if not began.is_set():
-            began.set()
+        if began.is_set():
             raise EOFError
+        began.set()
         for _ in range(500):
             try:
                 on_bytes(1)
@@ -417,6 +417,7 @@ def test_one_writer_that_fails_calls_the_other_off(
     monkeypatch.setattr(module, "copy_range", copies)
     with pytest.raises(CheckpointError, match="became shorter"):
         run(folder, tmp_path / "out")
+    assert ended.is_set()
 
 
 def test_files_of_another_kind_are_named(tmp_path: Path) -> None:
