@@ -19,8 +19,8 @@ from bakehouse.toolkit.force import Conflict, conflicts
 
 OWN_DRAFT_CACHE = ("draft-eagle3", "draft-mtp", "draft-dflash", "draft-dspark")
 """Speculation modes of llama.cpp that keep a KV cache of their own for the draft."""
-PROJECTOR_RULE = "projector-with-draft-cache"
-"""What a patch names in `lifts` that makes the two work together."""
+PROJECTOR_RULE = "projector-with-"
+"""With the speculation mode behind it, what a patch names in `lifts` that mends that one mode."""
 _SPEC_TYPE = re.compile(r"--spec-type[=\s]+([\w,-]+)")
 
 
@@ -117,17 +117,20 @@ def _projector(recipe: Recipe) -> tuple[Conflict, ...]:
     modes = [m for m in speculation_modes(recipe) if m in OWN_DRAFT_CACHE]
     if recipe.engine != "llama.cpp" or not sees or not modes:
         return ()
-    patches = recipe.source.patches if recipe.source else ()
-    lifted = any(PROJECTOR_RULE in patch.lifts for patch in patches)
-    if lifted and recipe.experimental:
+    lifted = (
+        {rule for patch in recipe.patches for rule in patch.lifts} if recipe.experimental else ()
+    )
+    modes = [mode for mode in modes if f"{PROJECTOR_RULE}{mode}" not in lifted]
+    if not modes:
         return ()
+    rules = ", ".join(f"{PROJECTOR_RULE}{mode}" for mode in modes)
     return (
         Conflict(
             ("serve", "speculation") if recipe.serve.speculation else ("serve", "command"),
             f"{', '.join(modes)} keeps a KV cache of its own for the draft, which never learns of "
             "an image: with a projector, every image request ends with HTTP 500",
             "drop the speculation or the projector (ngram modes go with it); a patch that mends "
-            f"this says so with lifts: [{PROJECTOR_RULE}], and the recipe is experimental: true",
+            f"this says so with lifts: [{rules}], and the recipe is experimental: true",
         ),
     )
 

@@ -113,11 +113,15 @@ def test_projector_rule_is_lifted_only_by_a_patch_in_an_experimental_recipe() ->
     source = {
         "git": "https://example.org/r.git",
         "commit": "a" * 40,
-        "patches": [{"file": "25144.patch", "lifts": [PROJECTOR_RULE]}],
+        "patches": [{"file": "25144.patch", "lifts": [f"{PROJECTOR_RULE}draft-mtp"]}],
     }
     assert rule_conflicts(speculating("draft-mtp", source=source))
     assert rule_conflicts(speculating("draft-mtp", experimental=True))
     assert not rule_conflicts(speculating("draft-mtp", source=source, experimental=True))
+    for mode in ("draft-eagle3", "draft-mtp,draft-dflash"):
+        (found,) = rule_conflicts(speculating(mode, source=source, experimental=True))
+        assert found.hint is not None
+        assert f"lifts: [{PROJECTOR_RULE}{mode.rpartition(',')[2]}]" in found.hint
 
 
 def test_the_place_of_a_contradiction_is_named(tmp_path: Path) -> None:
