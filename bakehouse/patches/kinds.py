@@ -44,13 +44,14 @@ _FOREIGN = bytes(range(0x0E, 0x18))
 _ZEROS = (b"0000", b"000", b"00", b"00", b"00")
 _VARIES = re.compile(
     r"(?P<addr>\b0x[0-9a-f]+\b)"
-    r"|(?P<id>\b(?=[0-9a-f-]*0)(?=[0-9a-f-]*[a-f])[0-9a-f]{7,}(?:-[0-9a-f]+)*\b)"
+    r"|(?P<id>(?<![a-z0-9])(?=[0-9a-f-]*0)(?=[0-9a-f-]*[a-f])[0-9a-f]{7,}(?:-[0-9a-f]+)*(?![a-z0-9]))"
     r"|(?P<size>[-+]?\b0(?:\.0)?\s?(?:[KMGT]i?B|bytes|B)\b)"
     r"|(?P<n>(?<![\w.])[-+]?0(?:[.,:/-]0)*(?:e[-+]?0)?|0(?:[.,:]0)*)",
     re.IGNORECASE,
 )
-_LETTER = re.compile(r"\s*(?:[\d.]+ ([DIWEFT])|([EW])) ")
-"""What llama.cpp puts before a line: the time, which can be switched off, and a letter."""
+_LETTER = re.compile(r"\s*(?:[\d.]+ ([DIWEFT]) |([EW]) |\[?([IWEF])\d{4} \d\d:)")
+"""What llama.cpp puts before a line (the time, which can be switched off, and a letter), and what
+glog does, as PyTorch has it: W1130 01:02:03."""
 _WORD = re.compile(r"\b(ERROR|CRITICAL|FATAL|WARNING|WARN|INFO|DEBUG)\b")
 _SPEAKS = re.compile(
     r"\berrors?\b(?!\s*[:=]\s*(?:0|none|null)\b)|\bfailed\b|\bfailure\b|\bfatal\b|\bcannot\b"
@@ -206,7 +207,7 @@ def kind_of(line: bytes, own: Sequence[str] = ()) -> tuple[Level, str]:
 def level_of(line: str, body: str) -> Level:
     """Give a line's level: what its logger wrote before it, else what its words say."""
     if found := _LETTER.match(line):
-        return _OF_LETTER.get(found[1] or found[2], "other")
+        return _OF_LETTER.get(found[1] or found[2] or found[3], "other")
     before = line[: len(line) - len(body)] if line.endswith(body) else line
     if found := _WORD.search(before) or _WORD.match(body):
         return _OF_WORD.get(found[1], "other")
