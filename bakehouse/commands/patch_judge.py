@@ -55,6 +55,9 @@ class Case:
     """What is to be judged: one patch, with one recipe."""
 
     loaded: Loaded
+    """The recipe with the patch."""
+    bare: Loaded
+    """The recipe without it."""
     pin: PatchPin
     patched: Lock
     """With the patch."""
@@ -150,10 +153,11 @@ def judge_pinned(
     add = for_run.Asked() if own else for_run.Asked(add=(manifest.name,), allow=allow)
     drop = for_run.Asked(drop=(manifest.name,)) if own else for_run.Asked()
     changed = combinations.load_good(path, (), add.change(ctx))
-    patched = for_run.ensure(ctx, changed, add)
-    without = for_run.ensure(ctx, drop.change(ctx)(loaded), drop)
+    bare = drop.change(ctx)(loaded)
+    patched, without = for_run.ensure(ctx, changed, add), for_run.ensure(ctx, bare, drop)
     pin = next(p for p in patched.patches if p.file.path == manifest.name)
-    found = judge_case(ctx, Case(changed, pin, patched, without, manifest.name, manifest.expect))
+    case = Case(changed, bare, pin, patched, without, manifest.name, manifest.expect)
+    found = judge_case(ctx, case)
     kept = keep(made, found, loaded.recipe.name, pin, patched)
     outcome = found.outcome(before.result, f"{found.text}\n{kept}")
     return Outcome(
@@ -283,9 +287,8 @@ class _Server:
         case, key = self._case, serve.api_key(self._ctx, self._case.loaded)
         if key:
             self._ctx.redactor.add(key)
-        return serve.wanted_server(
-            self._ctx, case.loaded, case.lock(self._name), self._options, key
-        )
+        loaded = case.loaded if self._name == "with" else case.bare
+        return serve.wanted_server(self._ctx, loaded, case.lock(self._name), self._options, key)
 
     @contextmanager
     def _run(self) -> Iterator[Run]:

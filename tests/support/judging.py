@@ -112,8 +112,8 @@ def case(ctx: Context, home: Path, expect: Expect) -> Case:
     lock = ensure_lock(ctx, loaded)
     (pin,) = lock.patches
     drop = for_run.Asked(drop=("fix",))
-    without = for_run.ensure(ctx, drop.change(ctx)(loaded), drop)
-    return Case(loaded, pin, lock, without, "fix", expect)
+    bare = drop.change(ctx)(loaded)
+    return Case(loaded, bare, pin, lock, for_run.ensure(ctx, bare, drop), "fix", expect)
 
 
 def main() -> int:
