@@ -41,7 +41,7 @@ def build_argv(
     image: str, args: Mapping[str, str], labels: Mapping[str, str], target: str | None = None
 ) -> tuple[str, ...]:
     """The command that builds; it runs in the folder that holds the context."""
-    argv = ["docker", "build", "--network", "none", "--tag", image]
+    argv = ["docker", "build", "--force-rm", "--network", "none", "--tag", image]
     if target:
         argv += ["--target", target]
     else:

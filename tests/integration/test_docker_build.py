@@ -161,6 +161,7 @@ def test_the_first_error_of_a_build_is_named(home: Home, builder: str) -> None:
     assert "expected" in error["what"]
     assert "ggml.c:1:" in error["where"]
     assert home.engine.cli("images", "--quiet", "bakehouse/test") == ""
+    assert home.engine.cli("ps", "--all", "--quiet") == "", "the failed step's container is left"
 
 
 def test_what_cmake_does_not_use_is_refused_before_it_compiles(home: Home, builder: str) -> None:
