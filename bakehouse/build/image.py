@@ -62,7 +62,8 @@ def _have(
 ) -> tuple[ImageFacts, str, tuple[Check, ...], bool]:
     """The image, its content's digest (of one that is built), checks, and if it was here."""
     if plan.dockerfile and (there := built_already(ctx, plan)):
-        return (*there, (), True)
+        run.checks(there[2])
+        return (*there, True)
     held = ctx.docker.image(plan.image)
     for role, pin in plan.pins.items():
         with run.step("pull" if role == "image" else f"pull-{role}"):

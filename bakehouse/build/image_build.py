@@ -6,17 +6,16 @@ compiled, and the image counts once its server has shown the pinned stamp.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from bakehouse.base import to_json
+from bakehouse.base import Frozen, to_json
 from bakehouse.build import configure as file_api
 from bakehouse.build import steps
 from bakehouse.build.ensure import write_source
 from bakehouse.build.first import FirstError, first_build_error, first_cmake_error
-from bakehouse.build.image_files import image_files, read_tar, tree_digest
+from bakehouse.build.image_files import ImageFile, image_files, read_tar, tree_digest
 from bakehouse.build.ninja import NinjaWatch
 from bakehouse.build.work import digest_lock
 from bakehouse.checks import Check, check
@@ -65,16 +64,28 @@ def build_environment(ctx: Context) -> dict[str, str]:
     return {**env, "DOCKER_BUILDKIT": "1" if old and ctx.docker.facts().buildkit else "0"}
 
 
-def built_already(ctx: Context, plan: ImagePlan) -> tuple[ImageFacts, str] | None:
-    """The image of this plan, where it is here and nobody changed it; and its content's digest."""
+class Built(Frozen):
+    """What is written down of an image that was built."""
+
+    id: str
+    content: str
+    """Digest of `files`."""
+    checks: tuple[Check, ...]
+    files: tuple[ImageFile, ...]
+
+
+Made = tuple[ImageFacts, str, tuple[Check, ...]]
+"""An image that was built, its content's digest, and the evidence."""
+
+
+def built_already(ctx: Context, plan: ImagePlan) -> Made | None:
+    """The image of this plan, where it is here and nobody changed it, and what proved it then."""
     try:
-        kept = json.loads(kept_record(ctx, plan).read_text())
+        kept = Built.model_validate_json(kept_record(ctx, plan).read_bytes())
     except (OSError, ValueError):
         return None
     found = ctx.docker.image(plan.image)
-    if found is None or found.id != kept.get("id"):
-        return None
-    return found, str(kept.get("content"))
+    return (found, kept.content, kept.checks) if found and found.id == kept.id else None
 
 
 def kept_record(ctx: Context, plan: ImagePlan) -> Path:
@@ -84,8 +95,8 @@ def kept_record(ctx: Context, plan: ImagePlan) -> Path:
 
 def build_image(
     ctx: Context, lock: Lock, plan: ImagePlan, expected: Expected, run: Run, *, cuda: str | None
-) -> tuple[ImageFacts, str, tuple[Check, ...]]:
-    """Build the plan's image; its base images are here. Give it, its content's digest, checks.
+) -> Made:
+    """Build the plan's image; its base images are here.
 
     `cuda` is the toolkit's version that the recipe asks for.
     Raises BuildFailed (6), HostError (9), LockError (4).
@@ -96,7 +107,7 @@ def build_image(
     evidence = f"{plan.image}-evidence"
     with digest_lock(ctx, ctx.places.images, plan.digest):
         if there := built_already(ctx, plan):
-            return (*there, ())
+            return there
         steps.clear(folder)
         try:
             with run.step("source"):
@@ -109,8 +120,7 @@ def build_image(
             ctx.docker.remove_image(evidence)
             steps.clear(folder)
         found, verified = _verify(ctx, lock, plan, run)
-        content = keep_record(ctx, plan, found)
-    return found, content, (*checks, *verified)
+        return keep_record(ctx, plan, found, (*checks, *verified))
 
 
 def name_bases(ctx: Context, plan: ImagePlan) -> None:
@@ -121,13 +131,14 @@ def name_bases(ctx: Context, plan: ImagePlan) -> None:
             ctx.docker.tag(pin.id, repository, tag)
 
 
-def keep_record(ctx: Context, plan: ImagePlan, found: ImageFacts) -> str:
-    """Write down what was built, file by file; give the content's digest."""
+def keep_record(
+    ctx: Context, plan: ImagePlan, found: ImageFacts, checks: tuple[Check, ...]
+) -> Made:
+    """Write down what was built, file by file, and what proved it."""
     files = image_files(ctx.docker, plan.image)
-    content = tree_digest(files)
-    record = {"id": found.id, "content": content, "files": [file.to_data() for file in files]}
-    write_atomic(kept_record(ctx, plan), to_json(record).encode())
-    return content
+    built = Built(id=found.id, content=tree_digest(files), checks=checks, files=files)
+    write_atomic(kept_record(ctx, plan), to_json(built).encode())
+    return found, built.content, checks
 
 
 def write_context(ctx: Context, lock: Lock, plan: ImagePlan, folder: Path) -> None:

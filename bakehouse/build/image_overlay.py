@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bakehouse.build import steps
 from bakehouse.build.image_build import (
+    Made,
     build_environment,
     built_already,
     docker_build,
@@ -28,10 +29,8 @@ from bakehouse.records.store import Run
 from bakehouse.sources.mods import copy_mod
 
 
-def lay_over(
-    ctx: Context, lock: Lock, plan: ImagePlan, run: Run, *, recipes: Path
-) -> tuple[ImageFacts, str, tuple[Check, ...]]:
-    """Build the plan's image over its base, which is here. Give it, its content's digest, checks.
+def lay_over(ctx: Context, lock: Lock, plan: ImagePlan, run: Run, *, recipes: Path) -> Made:
+    """Build the plan's image over its base, which is here.
 
     `recipes` is the folder that mods are relative to.
     Raises BuildFailed (6), PatchError (5), HostError (9), LockError (4).
@@ -41,7 +40,7 @@ def lay_over(
     folder = ctx.places.images / ".work" / plan.digest
     with digest_lock(ctx, ctx.places.images, plan.digest):
         if there := built_already(ctx, plan):
-            return (*there, ())
+            return there
         overlay = Overlay({}, (), ())
         if lock.source or lock.patches:
             with run.step("overlay"):
@@ -57,7 +56,7 @@ def lay_over(
         finally:
             steps.clear(folder)
         found, checks = _verify(ctx, plan, overlay, run)
-        return found, keep_record(ctx, plan, found), checks
+        return keep_record(ctx, plan, found, checks)
 
 
 def _no_error(*_: object) -> None:
