@@ -89,6 +89,8 @@ def line(seen: Seen) -> str:
         rest = f"its keeper is gone; invoke stop --recipe {seen.name} ends what is left of it"
     elif seen.word == "unclear":
         rest = f"it runs, and {seen.trouble}; invoke stop --recipe {seen.name} ends it"
+        if not seen.alive:
+            rest = seen.trouble or ""
     else:
         ended = data.get("ended") or {}
         rest = f"{ended.get('says') or seen.trouble or 'never ran'}  {ended.get('at') or ''}"

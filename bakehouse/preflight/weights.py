@@ -5,6 +5,7 @@ Each is something that llama.cpp finds late (exit 1 at load) or never (wrong ans
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from bakehouse.errors import BakehouseError
 ARCHITECTURE_TABLE = "src/llama-arch.cpp"
 """Where a llama.cpp source tree names the architectures that it knows."""
 NOT_TEXT = {"clip": "a projector", "mmproj": "a projector"}
+TOKENIZER = "tokenizer_config.json"
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+MAX_TOKENIZER = 64 * 2**20
 TEMPLATE_FLAGS = ("--chat-template", "--chat-template-file")
 
 
@@ -70,6 +74,8 @@ def inspect(
         checks += gguf_checks(model, architectures=architectures, chat=chat, argv=argv)
         if projector := found.get("projector"):
             checks.append(projector_check(model, projector))
+    elif model and chat:
+        checks.append(template_check(files["model"], argv))
     return Inspected(found, tuple(checks))
 
 
@@ -101,6 +107,35 @@ def gguf_checks(
                   ok=own or given is not None)
         )  # fmt: skip
     return tuple(made)
+
+
+def template_check(files: Sequence[Path], argv: Sequence[str] = ()) -> Check:
+    """Whether a Hugging Face checkpoint has a chat template, by its pinned files.
+
+    Without one each chat request ends with 400, while /health is 200. Some tokenizers bring theirs
+    in code, so that a checkpoint without `tokenizer_config.json` is not known.
+    """
+    names = {path.name: path for path in files}
+    given = next((a for a in argv if a.split("=")[0] in TEMPLATE_FLAGS), None)
+    own = next((name for name in TEMPLATE_FILES if name in names), None)
+    config = names.get(TOKENIZER)
+    told = _chat_template(config) if config and not own else None
+    where = TOKENIZER if config else "the pinned files"
+    if own or given or told:
+        seen: str | None = f"in {own}" if own else f"by {given}" if given else f"in {TOKENIZER}"
+    else:
+        seen = None if told is None else "none: each chat request would end with 400"
+    return check("model-chat-template", "a chat template, since chat is used", seen, where,
+                 ok=bool(own or given or told))  # fmt: skip
+
+
+def _chat_template(path: Path) -> bool | None:
+    """Whether a tokenizer's configuration has a template; None where it cannot be read."""
+    try:
+        found = json.loads(path.read_bytes()[:MAX_TOKENIZER])
+    except (OSError, ValueError):
+        return None
+    return bool(found.get("chat_template")) if isinstance(found, dict) else None
 
 
 def _architecture(name: str, known: frozenset[str] | None, where: str) -> Check:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from bakehouse.errors import BakehouseError, HostError
 from bakehouse.plan.container import NONCE, SERVER, container_name
@@ -20,6 +21,7 @@ from bakehouse.ports.docker_engine import RealDocker
 from bakehouse.ports.docker_where import find_endpoint
 from bakehouse.serve.processes import tree
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 ENGINE_VARIABLES = (
     "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY",
     "SSH_AUTH_SOCK",
@@ -145,13 +147,21 @@ def _take_name(docker: Docker, name: str, folder: Path) -> None:
     )
 
 
-def find(folder: Path, host: str | None, id: str | None = None) -> tuple[ContainerFacts, ...]:  # noqa: A002
-    """Give the containers of a server, by their label; none where the engine cannot be asked."""
-    with suppress(BakehouseError):
-        docker = engine_at(host)
-        found = {one.id: one for one in docker.containers({SERVER: str(folder)})}
-        return tuple(one for one in found.values() if id in (None, one.id))
-    return ()
+def find(folder: Path, host: str | None) -> tuple[ContainerFacts, ...]:
+    """Give the containers of a server, by their label. Raises HostError: no engine answers."""
+    return engine_at(host).containers({SERVER: str(folder)})
+
+
+def refuse_remote(host: str) -> None:
+    """Raise HostError for an engine on another machine: neither files nor ports are ours there."""
+    parts = urlsplit(host)
+    name = parts.hostname or ""
+    if parts.scheme in ("tcp", "http", "https", "ssh") and name not in LOOPBACK:
+        raise HostError(
+            f"the Docker Engine is on another machine: {name}", where=host, id="docker-remote",
+            hint="weights are mounted from this machine, and proven on its loopback: run Bakehouse "
+            "on the engine's machine",
+        )  # fmt: skip
 
 
 def folders_with(servers: Path) -> set[Path]:

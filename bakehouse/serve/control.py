@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bakehouse.errors import HostError
 from bakehouse.places import Places
 from bakehouse.ports.docker import ContainerFacts
 from bakehouse.ports.guard import descendants
@@ -68,7 +70,12 @@ def look(folder: Path) -> Seen:
     except Unreadable as error:
         known, trouble = None, f"its state cannot be read: {error}"
     found = everything(folder, known)
-    boxes = () if found else left_boxes(folder, known)
+    boxes: tuple[ContainerFacts, ...] = ()
+    try:
+        boxes = () if found else left_boxes(folder, known)
+    except HostError as error:
+        said = f"its container may still be there: {error.what}"
+        return Seen(folder.name, folder, "unclear", known, (), said)
     keeper = next((p for p in found if is_keeper(p, folder)), None)
     ordered = tuple(sorted(found, key=lambda p: (p != keeper, p.pid)))
     if boxes:
@@ -164,6 +171,11 @@ class Stopped:
 def stop(folder: Path) -> Stopped:
     """End a server, its keeper and all their descendants; harmless where nothing runs."""
     seen = look(folder)
+    if seen.word == "unclear" and not seen.alive:
+        raise HostError(
+            f"{seen.name}: {seen.trouble}", where=str(folder), id="docker-daemon",
+            hint="start the Docker Engine, then stop it again",
+        )  # fmt: skip
     if not seen.alive:
         how = f" ({seen.state.ended.says})" if seen.state and seen.state.ended else ""
         return Stopped(seen.name, ran=False, killed=False, says=f"was not running{how}")
@@ -176,8 +188,9 @@ def stop(folder: Path) -> Stopped:
     known = _read(folder)
     killed = end(lambda: everything(folder, known), grace=2.0 if keeper else patience)
     known = _read(folder)
-    if known and known.container and (left := containers.find(folder, known.docker)):
-        containers.remove(left, known.docker)
+    if known and known.container:
+        with suppress(HostError):
+            containers.remove(containers.find(folder, known.docker), known.docker)
     states.forget_key(folder)
     if known and known.phase != "ended":
         ended = Ended(at=states.now(), why="stopped", code=None, says="stopped as asked")

@@ -177,6 +177,8 @@ def _in_container(
 ) -> tuple[containers.Box, Spec]:
     """Make the container, and have the keeper run what starts and follows it."""
     engine = engine_of(settings.engine)
+    where = containers.find_endpoint_host(base)
+    containers.refuse_remote(where)
     secret = (engine.key_variable, settings.key) if settings.key else None
     made = containers.make(docker, plan, settings.folder, spec.state.nonce, secret)
     follow = (
@@ -187,7 +189,6 @@ def _in_container(
         **spec.env, **containers.engine_environment(base),
         "PYTHONPATH": importable(), "PYTHONSAFEPATH": "1",
     }  # fmt: skip
-    where = containers.find_endpoint_host(base)
     state = replace(spec.state, container=made, docker=where or None)
     return (
         containers.Box(docker, made, engine.inside_port),

@@ -291,6 +291,33 @@ def test_after_a_crash_of_everything_it_is_found_and_removed(house: House, trace
     assert house.boxes() == []
 
 
+def test_without_an_engine_nobody_can_say_and_nothing_is_forgotten(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, document, _ = house.serve()
+    assert code == 0, document["error"]
+    state = read(house.server())
+    assert state
+    assert state.keeper
+    assert state.server
+    os.kill(state.server.pid, signal.SIGSTOP)
+    state.keeper.send(signal.SIGKILL)
+    state.server.send(signal.SIGKILL)
+    _until(lambda: not look(house.server()).processes)
+    path = house.server() / "state.json"
+    kept = path.read_text()
+    path.write_text(kept.replace(str(state.docker), "unix:///nowhere/docker.sock"))
+
+    code, status, _ = house.call("status")
+    (seen,) = status["result"]["servers"]
+    assert (seen["status"], "no Docker Engine answers" in seen["trouble"]) == ("unclear", True)
+    code, document, _ = house.call("stop")
+    assert (code, document["error"]["id"]) == (9, "docker-daemon")
+    path.write_text(kept)
+    assert house.call("stop")[0] == 0
+    assert house.boxes() == []
+
+
 def test_a_leftover_is_replaced_by_the_next_serve(house: House) -> None:
     code, document, _ = house.serve()
     state = read(house.server())

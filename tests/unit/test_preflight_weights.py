@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from bakehouse.checks import Check
-from bakehouse.preflight.weights import architectures_in, inspect
+from bakehouse.preflight.weights import (
+    architectures_in,
+    inspect,
+    template_check,
+)
 from tests.support.checkpoints import (
     Entry,
     f32,
@@ -172,3 +176,23 @@ static const std::map<llm_kv, const char *> LLM_KV_NAMES = {
 def test_the_architectures_of_a_source() -> None:
     assert architectures_in(TABLE) == {"clip", "llama", "glm5-next"}
     assert architectures_in("int main() {}") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("files", "argv", "verdict"),
+    [
+        ({"tokenizer_config.json": '{"chat_template": "x"}'}, (), "passed"),
+        ({"tokenizer_config.json": "{}"}, (), "failed"),
+        ({"tokenizer_config.json": "{}", "chat_template.jinja": "x"}, (), "passed"),
+        ({"tokenizer_config.json": "{}"}, ("--chat-template", "/weights/model/x"), "passed"),
+        ({"tokenizer_config.json": "{"}, (), "unknown"),
+        ({"tokenizer_config.json": "[]"}, (), "unknown"),
+        ({"tekken.json": "{}"}, (), "unknown"),
+    ],
+)
+def test_a_checkpoint_without_a_chat_template(
+    tmp_path: Path, files: dict[str, str], argv: tuple[str, ...], verdict: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert template_check([tmp_path / name for name in files], argv).verdict == verdict

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bakehouse.engines.vllm import flags, server
-from bakehouse.errors import RecipeError, UsageError
+from bakehouse.errors import HostError, RecipeError, UsageError
 from bakehouse.lock import FilePin, Lock, WeightPin
 from bakehouse.plan.container import inside, volumes, weight_mounts
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
+from bakehouse.serve.containers import refuse_remote
 from tests.support.serving import Files
 
 PLACE = Origin("recipes/x.yaml", 9, 5)
@@ -183,3 +184,23 @@ def test_volumes_that_may_be() -> None:
     assert (named.volume, named.read_only, named.source) == (True, False, "vllm-cache")
     assert (kept.volume, kept.read_only, kept.source) == (False, True, "/r/c")
     assert (own.source, own.target, own.read_only) == ("/data/x", "/x", False)
+
+
+@pytest.mark.parametrize("host", ["tcp://10.1.2.3:2376", "ssh://me@spark", "http://[fd00::1]:2375"])
+def test_an_engine_on_another_machine_is_refused(host: str) -> None:
+    with pytest.raises(HostError, match="another machine"):
+        refuse_remote(host)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "unix:///var/run/docker.sock",
+        "tcp://127.0.0.1:2375",
+        "tcp://localhost:2375",
+        "",
+        "http://[::1]:1",
+    ],
+)
+def test_an_engine_on_this_machine_is_taken(host: str) -> None:
+    refuse_remote(host)
