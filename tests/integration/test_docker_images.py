@@ -55,7 +55,9 @@ def pushed(docker_engine: Engine, docker_registry: LocalRegistry) -> Iterator[st
 
 def publish(engine: Engine, reference: str, *changes: str) -> str:
     name = "images/work:1"
-    make_image(engine, name, 'ENTRYPOINT ["/bin/sh"]', "LABEL a=b", *changes)
+    # A layer of its own: one that another test's image has would not be pulled.
+    own = {"own": reference.encode()}
+    make_image(engine, name, 'ENTRYPOINT ["/bin/sh"]', "LABEL a=b", *changes, extra=own)
     digest = push(engine, name, reference)
     forget(engine, reference, name)
     return digest
