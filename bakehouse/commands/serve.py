@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from bakehouse.memory.machine import Machine
 from bakehouse.memory.recipe import find_machine
 from bakehouse.outcome import Outcome
 from bakehouse.patches import for_run, standing
+from bakehouse.patches.standing import Standing
 from bakehouse.plan.types import BuildPlan, ImagePlan, ServePlan
 from bakehouse.plan.whole import make_plan, survey
 from bakehouse.preflight import combinations
@@ -91,6 +92,11 @@ class Wanted:
         """What is wanted."""
         return self.loaded.recipe
 
+    def knowing(self, unsound: Sequence[Standing]) -> Wanted:
+        """Expect the losses that patches were judged to bring: they are said, and end nothing."""
+        losses = frozenset(loss for one in unsound for loss in one.losses)
+        return replace(self, asked=self.asked.model_copy(update={"known_losses": losses}))
+
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Build, fetch, launch, prove. Raises every class of `errors`, each with its exit code."""
@@ -114,7 +120,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         record.pin(lock=digest(lock))
         for_run.note(asked, lock, record)
         unsound = _unsound(ctx, lock, recipe.name, record)
-        wanted = wanted_server(ctx, loaded, lock, options, key)
+        wanted = wanted_server(ctx, loaded, lock, options, key).knowing(unsound)
         prepare(ctx, wanted, options, record)
         ready = bring(
             ctx, wanted, options, record,
@@ -123,23 +129,23 @@ def run(ctx: Context, options: Options) -> Outcome:
         record.fact("loading_seconds", round(ready.loading, 3))
         record.fact("proving_seconds", round(ready.proving, 3))
         record.finish(f"READY at {ready.server.url}: {ready.evidence.summary}")
-    outcome = _outcome(ctx, wanted, ready, record.record, unsound)
+    told = tuple(one.line() for one in unsound)
+    outcome = _outcome(ctx, wanted, ready, record.record, told)
     return _watch(ctx, options, outcome) if options.watch else outcome
 
 
-def _unsound(ctx: Context, lock: Lock, recipe: str, record: Run) -> tuple[str, ...]:
+def _unsound(ctx: Context, lock: Lock, recipe: str, record: Run) -> tuple[Standing, ...]:
     """Say, and put on record, which patches were judged or are known to be unsound."""
     found = standing.unsound(ctx, lock, recipe)
-    lines = tuple(one.line() for one in found)
-    for line in lines:
-        ctx.progress.say(line)
+    for one in found:
+        ctx.progress.say(one.line())
     if found:
         record.fact("unsound_patches", [
             {"patch": one.patch, "word": one.word, "why": one.why,
              "verdict": one.verdict.to_data() if one.verdict else None}
             for one in found
         ])  # fmt: skip
-    return lines
+    return found
 
 
 def _read_watch(options: Options) -> None:
@@ -276,6 +282,7 @@ def _order(ctx: Context, wanted: Wanted, foreground: bool) -> Order:
         stop_timeout=serve.stop_timeout,
         guard=guard_bounds(serve.guard, find_machine(ctx.processes)),
         key=wanted.key,
+        known_losses=wanted.asked.known_losses,
     )
     sizes = [file.size for pin in wanted.lock.weights.values() for file in pin.files]
     limits = Limits(serve.ready_timeout, serve.stall_timeout)

@@ -8,6 +8,8 @@ from bakehouse.context import Context
 from bakehouse.errors import BakehouseError
 from bakehouse.lock import Lock, PatchPin
 from bakehouse.patches.manifest import Manifest, PatchVerdict
+from bakehouse.signatures import Severity
+from bakehouse.signatures.catalogue import catalogue
 from bakehouse.sources.manifests import find_manifest, patches_folder
 
 UNSOUND = ("experimental", "harmful")
@@ -21,6 +23,8 @@ class Standing:
     word: str
     why: str
     verdict: PatchVerdict | None
+    losses: frozenset[str] = frozenset()
+    """Signatures of lost features that the verdict found, where it is of this recipe and base."""
 
     def line(self) -> str:
         """The same for people."""
@@ -59,9 +63,21 @@ def _judge(manifest: Manifest, pin: PatchPin, recipe: str) -> Standing | None:
             continue
         reasons = "; ".join(verdict.reasons[:2]) or "see its manifest"
         where = f"judged with {verdict.recipe} at {verdict.base[:12]}, {verdict.date}"
-        return Standing(manifest.name, verdict.word, f"{reasons} ({where})", verdict)
+        losses = _losses(verdict) if own and verdict.word == "experimental" else frozenset()
+        return Standing(manifest.name, verdict.word, f"{reasons} ({where})", verdict, losses)
     if manifest.experimental and not own:
         known = " ".join(manifest.notes.split("\n\n")[0].split())
         why = f"{known or 'known to be unsound'} (no verdict with {recipe} yet)"
         return Standing(manifest.name, "experimental", why, None)
     return None
+
+
+def _losses(verdict: PatchVerdict) -> frozenset[str]:
+    """Read the losses that were measured; whatever else the file names there is no loss."""
+    named = verdict.evidence.get("losses")
+    if not isinstance(named, list | tuple):
+        return frozenset()
+    rows = catalogue().rows
+    return frozenset(
+        str(one) for one in named if str(one) in rows and rows[str(one)].severity == Severity.LOST
+    )

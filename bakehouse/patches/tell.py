@@ -10,6 +10,7 @@ from bakehouse.patches.contrast import Change
 from bakehouse.patches.evidence import Side
 from bakehouse.patches.judge import Judged
 from bakehouse.redact import clean
+from bakehouse.signatures import Severity
 
 KEPT = 20
 """Kinds of errors that go into the manifest; all of them are in the record."""
@@ -31,11 +32,18 @@ def evidence(judged: Judged, without: Side, patched: Side) -> dict[str, Any]:
         },
         "acceptance": next((c.observed for c in judged.checks if c.id == "patch.acceptance"), ""),
         "speed": str(judged.speed) if judged.speed else "not known",
+        "losses": sorted(losses(without, patched)),
         "errors": [
             {"line": c.text, "with": c.patched, "without": c.without} for c in errors[:KEPT]
         ],
     }
     return {key: value for key, value in found.items() if value}
+
+
+def losses(without: Side, patched: Side) -> set[str]:
+    """Give the ids of known losses that only the patched log shows."""
+    lost = {g.id for g in patched.graves if g.severity == Severity.LOST}
+    return lost - {g.id for g in without.graves}
 
 
 def _verdict(one: Side, suite: str) -> str:

@@ -62,8 +62,9 @@ class RealDocker:
 
     def credentials(self, registry: str) -> Credentials | None:
         """See `Docker.credentials`."""
-        from docker import auth
         from docker.errors import DockerException
+
+        from docker import auth
 
         path = config_file(self.environment)
         if not path.is_file():
@@ -271,9 +272,10 @@ class RealDocker:
 
     def _connected(self) -> APIClient:
         if self._client is None:
-            from docker import APIClient, tls
             from docker.errors import DockerException
             from requests.exceptions import RequestException
+
+            from docker import APIClient, tls
 
             end = self._endpoint = find_endpoint(self.environment)
             try:

@@ -59,7 +59,9 @@ class Keeper:
         self.says = ""
         self.patience = MEMORY_GRACE_S
         self.libc = ctypes.CDLL(None, use_errno=True)
-        self.log = LogWatch(folder / "server.log", self.spec.engine)
+        self.log = LogWatch(
+            folder / "server.log", self.spec.engine, frozenset(self.spec.known_losses)
+        )
         self.oom = oom.Watch()
         self.guard = Guard(self.spec.guard) if self.spec.guard else None
         self.sensor = Sensor()

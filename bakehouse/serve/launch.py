@@ -47,6 +47,8 @@ class Settings:
     guard: Bounds | None = None
     """Of the memory guard; None for no guard."""
     key: str | None = None
+    known_losses: frozenset[str] = frozenset()
+    """Ids of log signatures that are expected of this server."""
 
 
 class Link:
@@ -154,7 +156,7 @@ def launch(
     env = environment({**plan.env, MARK: str(folder)}, base)
     spec = Spec(
         state=first, env=env, cwd=str(settings.cwd), guard=settings.guard,
-        engine=settings.engine,
+        engine=settings.engine, known_losses=tuple(sorted(settings.known_losses)),
     )  # fmt: skip
     box = None
     if plan.container and docker:

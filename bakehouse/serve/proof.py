@@ -207,7 +207,7 @@ def features(ctx: Context, server: Running, asked: Asked) -> list[Check]:
 
 
 def _signatures(server: Running, asked: Asked) -> Check:
-    asked_for = engine_of(server.engine).asked_for(asked)
+    asked_for = engine_of(server.engine).asked_for(asked) | asked.known_losses
     return signature_check(read_log(server.log), server.engine, asked_for)
 
 

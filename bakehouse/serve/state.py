@@ -194,6 +194,8 @@ class Spec:
     engine: str = ""
     run: tuple[str, ...] = ()
     """What is executed, where that is not the server's own command: it follows a container."""
+    known_losses: tuple[str, ...] = ()
+    """Ids of log signatures that are expected of this server."""
 
     def to_json(self) -> str:
         """One line."""
@@ -207,5 +209,5 @@ class Spec:
         return cls(
             state=_state({"schema": SCHEMA, **state}, state["name"]),
             guard=Bounds(**bounds) if bounds else None,
-            **{**data, "run": tuple(data["run"])},
+            **{**data, **{name: tuple(data[name]) for name in ("run", "known_losses")}},
         )

@@ -45,9 +45,11 @@ class Tail:
 class LogWatch:
     """Feeds a server's log to the signatures as it grows."""
 
-    def __init__(self, path: Path, engine: str) -> None:
+    def __init__(self, path: Path, engine: str, known: frozenset[str] = frozenset()) -> None:
         self.tail = Tail(path)
         self.engine = engine
+        self.known = known
+        """Ids of signatures that are expected of this server."""
         self.scanner: Scanner | None = None
 
     def findings(self) -> list[dict[str, Any]]:
@@ -63,5 +65,5 @@ class LogWatch:
         return [
             {"id": f.id, "severity": str(f.severity), "line_number": f.line_number, "line": f.line}
             for f in (self.scanner.findings() if new else ())
-            if f.bad and (f.id, f.severity) in new
+            if f.bad and (f.id, f.severity) in new and f.id not in self.known
         ]

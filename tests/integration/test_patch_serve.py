@@ -83,6 +83,13 @@ def invoke(home: Path, capsys: pytest.CaptureFixture[str]) -> Invoke:
     return call
 
 
+def loss(home: Path, base: str, word: str = "experimental", recipe: str = "tiny") -> None:
+    """Let a verdict say that it found a head that fails, and what no verdict can excuse."""
+    found = {"losses": ["draft-head-failing", "cuda-error-line", "no-such-signature"]}
+    one = verdict(word, recipe=recipe, base=base).model_copy(update={"evidence": found})
+    known(home, one)
+
+
 def served(invoke: Invoke, **options: Any) -> tuple[list[str], dict[str, Any], str]:
     """What is said of unsound patches: in the result, in the record's facts, on standard error."""
     code, said, err = invoke("serve", recipe="tiny", **options)
@@ -168,3 +175,32 @@ def test_the_addresses_of_diffs_stay_secret_where_they_hold_tokens(
     assert code == 0
     text = json.dumps(said) + manifest_path(home / "patches", REPO, "x").read_text()
     assert "ghp_abc" not in text
+
+
+def test_a_loss_that_was_judged_is_expected_and_no_other_fault_is(
+    home: Path, invoke: Invoke
+) -> None:
+    """The seed's case: what the verdict found in the log ends no server, and is said each time."""
+    served(invoke)
+    path = home / "recipes" / "tiny.yaml"
+    lock = read_lock(lock_path(path))
+    assert lock is not None
+    base, recipe = str(lock.base), path.read_text()
+
+    def grumbling(line: str) -> tuple[int, dict[str, Any]]:
+        path.write_text(recipe.replace("--fault build", f"--fault 'grumbles={line}' --fault build"))
+        code, said, _ = invoke("serve", recipe="tiny")
+        assert invoke("stop", recipe="tiny")[0] == 0
+        return code, said
+
+    head = "llama_decode[1] returned -1"
+    assert grumbling(head)[0] == 7, "no verdict excuses it"
+    loss(home, base, recipe="other")
+    assert grumbling(head)[0] == 7, "a verdict on another recipe"
+    loss(home, base)
+    code, said = grumbling(head)
+    assert code == 0, said["error"]
+    assert said["result"]["unsound_patches"][0].startswith("EXPERIMENTAL patch")
+    assert grumbling("CUDA error: an illegal memory access was encountered")[0] in (7, 8)
+    loss(home, base, word="harmful")
+    assert grumbling(head)[0] == 7, "what harms is not excused"
