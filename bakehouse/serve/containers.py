@@ -21,6 +21,8 @@ from bakehouse.ports.docker_engine import RealDocker
 from bakehouse.ports.docker_where import find_endpoint
 from bakehouse.serve.processes import tree
 
+MARKED = "in-a-container"
+"""In the server's folder, while it is served from a container: the engine's address."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 ENGINE_VARIABLES = (
     "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY",
@@ -90,6 +92,19 @@ def find_endpoint_host(environment: Mapping[str, str]) -> str:
         return find_endpoint(environment).host
     except BakehouseError:
         return ""
+
+
+def mark_engine(folder: Path, host: str) -> None:
+    """Leave word that the server has a container, should its state be lost. Raises OSError."""
+    (folder / MARKED).write_text(host)
+
+
+def marked_engine(folder: Path) -> str | None:
+    """Give the engine that was left word of: empty where it is not clear which; None: no word."""
+    try:
+        return (folder / MARKED).read_text().strip()
+    except (OSError, ValueError):
+        return None
 
 
 def make(

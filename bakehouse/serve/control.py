@@ -99,19 +99,19 @@ def look(folder: Path) -> Seen:
 def left_boxes(folder: Path, known: State | None) -> tuple[ContainerFacts, ...]:
     """Give the containers of a server that has no process left.
 
-    The engine is asked only where there is reason to: a state that tells of a container, or none
-    at all. A server that ended in an orderly way took its container with it.
+    The engine is asked only where there is reason to: a state or a mark that tells of a container,
+    or no folder at all. A server that ended in an orderly way took its container with it.
     """
     if known and (known.container is None or known.phase == "ended"):
         return ()
-    if known is None and not folder_tells(folder):
-        return ()
-    return containers.find(folder, known.docker if known else None)
-
-
-def folder_tells(folder: Path) -> bool:
-    """Whether a server without a state may have a container: it left no folder, or a note there."""
-    return not folder.is_dir() or (folder / "server.log").exists()
+    if known:
+        return containers.find(folder, known.docker)
+    if not folder.is_dir():
+        # Nothing here says that there was one: an engine that does not answer is no reason to fear.
+        there = folder in containers.folders_with(folder.parent)
+        return containers.find(folder, None) if there else ()
+    engine = containers.marked_engine(folder)
+    return () if engine is None else containers.find(folder, engine or None)
 
 
 def _box_words(boxes: Iterable[ContainerFacts]) -> str:

@@ -182,6 +182,10 @@ def _in_container(
     where = containers.find_endpoint_host(base)
     containers.refuse_remote(where)
     secret = (engine.key_variable, settings.key) if settings.key else None
+    try:
+        containers.mark_engine(settings.folder, where)
+    except OSError as error:
+        raise _unusable(error) from error
     made = containers.make(docker, plan, settings.folder, spec.state.nonce, secret)
     follow = (
         sys.executable, "-m", aftermath.FOLLOWER, str(settings.folder), made,
@@ -230,13 +234,18 @@ def prepare(folder: Path, key: str | None) -> None:
         folder.chmod(0o700)
         _rotate(folder / "server.log")
         (folder / "keeper.log").write_bytes(b"")
-        (folder / aftermath.NOTE).unlink(missing_ok=True)
+        for left in (aftermath.NOTE, containers.MARKED):
+            (folder / left).unlink(missing_ok=True)
         _put_key(folder / states.KEY_FILE, key)
     except OSError as error:
-        raise HostError(
-            f"the server's folder cannot be used: {error.strerror}", where=str(error.filename),
-            hint="free some space or mend the permissions there", id="state-not-writable",
-        ) from error  # fmt: skip
+        raise _unusable(error) from error
+
+
+def _unusable(error: OSError) -> HostError:
+    return HostError(
+        f"the server's folder cannot be used: {error.strerror}", where=str(error.filename),
+        hint="free some space or mend the permissions there", id="state-not-writable",
+    )  # fmt: skip
 
 
 def _rotate(log: Path) -> None:

@@ -187,7 +187,13 @@ def test_an_unknown_server_is_3(home: Path, invoke: Invoke, task: str) -> None:
     assert invoke(task, recipe="nobody")[0] == 3
 
 
-def test_a_recipe_that_never_ran(home: Path, invoke: Invoke) -> None:
+@pytest.mark.parametrize("engine", ["", "unix:///nowhere/docker.sock", "tcp://127.0.0.1:1"])
+def test_a_recipe_that_never_ran(
+    home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """Nothing to stop is no error, also where a Docker Engine is installed and does not run."""
+    if engine:
+        monkeypatch.setenv("DOCKER_HOST", engine)
     assert invoke("stop", recipe="tiny")[0] == 0
     assert invoke("stop", recipe=str(home / "tiny.yaml"))[0] == 0
     assert invoke("logs", recipe="tiny")[0] == 3
