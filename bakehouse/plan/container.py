@@ -1,6 +1,6 @@
 """How a server's container is made: pinned files read-only, one port, nothing that can do harm.
 
-Pure. The container sees exactly the files that are pinned, each mounted by itself: what else lies
+The container sees exactly the files that are pinned, each mounted by itself: what else lies
 beside them on the host is no input of the server.
 """
 
@@ -9,24 +9,19 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
 
 from bakehouse.engines.engine import Engine
-from bakehouse.errors import UsageError
 from bakehouse.lock import Lock
 from bakehouse.ports.docker import OURS, ContainerSpec, Mount, Published
+from bakehouse.preflight.volumes import WEIGHTS, volumes
 from bakehouse.recipe.model import Recipe
 from bakehouse.recipe.variables import Paths, StandIn
 
-WEIGHTS = PurePosixPath("/weights")
-"""Where the pinned files of each role lie inside: `/weights/model` and so on."""
 ANY = "0.0.0.0"  # noqa: S104 - of the container alone; what the host publishes is another address
 SERVER = f"{OURS}.server"
 """Label that names the server's folder on the host; its value is set with each launch."""
 RECIPE = f"{OURS}.recipe"
 NONCE = f"{OURS}.nonce"
-SOCKETS = ("docker.sock", "podman.sock", "containerd.sock", "crio.sock")
-HOLDS_SOCKETS = ("/", "/run", "/var", "/var/run", "/run/containerd", "/run/podman", "/run/user")
 
 
 def container_name(server: str) -> str:
@@ -84,36 +79,6 @@ def plan_container(
         mounts=(*mounts, *own),
         publish=(Published(port=engine.inside_port, host=host, host_port=port),),
     )  # fmt: skip
-
-
-def volumes(texts: Sequence[str], folder: str) -> tuple[Mount, ...]:
-    """Read `SOURCE:TARGET[:ro]`: a named volume, or a path of the host. Raises UsageError."""
-    return tuple(_volume(text, folder) for text in texts)
-
-
-def _volume(text: str, folder: str) -> Mount:
-    def bad(why: str, hint: str) -> UsageError:
-        return UsageError(f"container.volumes: '{text}' {why}", hint=hint, id="bad-volume")
-
-    parts = text.split(":")
-    mode = parts.pop() if len(parts) == 3 else "rw"
-    if len(parts) != 2 or mode not in ("ro", "rw") or not all(parts):
-        raise bad("is no volume", "write SOURCE:TARGET or SOURCE:TARGET:ro")
-    source, target = parts
-    inner = PurePosixPath(os.path.normpath(target))
-    if not target.startswith("/") or inner == PurePosixPath("/"):
-        raise bad("has no folder inside the container", "name one, such as /root/.cache/vllm")
-    if inner == WEIGHTS or WEIGHTS in inner.parents or inner in WEIGHTS.parents:
-        raise bad("lies over the pinned weights", f"{WEIGHTS} holds them; name another folder")
-    if "/" not in source and not source.startswith(("~", ".")):
-        return Mount(source=source, target=target, read_only=mode == "ro", volume=True)
-    path = os.path.abspath(os.path.join(folder, os.path.expanduser(source)))
-    if path in HOLDS_SOCKETS or os.path.basename(path) in SOCKETS:
-        raise bad(
-            "would hand the container the engine's own socket, and with it this machine",
-            "mount the one folder that the server needs",
-        )
-    return Mount(source=path, target=target, read_only=mode == "ro")
 
 
 def described(spec: ContainerSpec) -> list[str]:

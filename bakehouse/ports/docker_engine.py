@@ -75,7 +75,7 @@ class RealDocker:
                 warnings.simplefilter("ignore")  # a helper that is not there: an error follows
                 config = auth.load_config(str(path), credstore_env=helpers)
                 found = config.resolve_authconfig(registry)
-        except (DockerException, ValueError, KeyError) as error:
+        except (DockerException, ValueError, KeyError, AttributeError, TypeError) as error:
             raise HostError(
                 f"the credentials of {registry} cannot be read ({type(error).__name__})",
                 where=str(path),
@@ -278,6 +278,7 @@ class RealDocker:
             from docker import APIClient, tls
 
             end = self._endpoint = find_endpoint(self.environment)
+            _see_configuration()
             try:
                 _knock(end.host)
                 config: Any = False
@@ -296,6 +297,31 @@ class RealDocker:
                 raise unreachable(error, end.host, end.origin) from None
             weakref.finalize(self, self._client.close)
         return self._client
+
+
+def _see_configuration() -> None:
+    """See that the SDK can read Docker's configuration, as it does while it connects.
+
+    Otherwise a fault in that file would pass for an engine that does not answer.
+    """
+    from docker.errors import DockerException
+    from docker.utils.config import find_config_file, load_general_config
+
+    from docker import auth
+
+    try:
+        auth.load_config()
+        general = load_general_config()
+        proxies = general.get("proxies", {})
+        for each in (general.get("HttpHeaders", {}), proxies, *dict(proxies).values()):
+            if not isinstance(each, dict):
+                raise TypeError("a map is wanted")
+    except (DockerException, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise HostError(
+            f"the Docker configuration cannot be read ({type(error).__name__})",
+            where=str(find_config_file()), id="docker-config",
+            hint="mend the file, or name another folder in DOCKER_CONFIG",
+        ) from None  # fmt: skip
 
 
 def _knock(host: str) -> None:

@@ -58,9 +58,9 @@ def image_facts(data: Mapping[str, Any]) -> ImageFacts:
 
 def words(value: Any) -> tuple[str, ...]:
     """An entrypoint or command: a list, one word, or nothing."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else tuple(map(str, value))
+    if isinstance(value, str):
+        return (value,)
+    return tuple(map(str, value)) if isinstance(value, list | tuple) else ()
 
 
 def container_facts(data: Mapping[str, Any]) -> ContainerFacts:

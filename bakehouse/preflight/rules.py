@@ -10,8 +10,10 @@ from bakehouse.engines.engine import engine_of
 from bakehouse.engines.llamacpp.cmake import NOTHING, refusals
 from bakehouse.engines.vllm import flags
 from bakehouse.errors import Fault, RecipeError, UsageError
+from bakehouse.ports.docker_facts import gpu_request
 from bakehouse.preflight import vllm
 from bakehouse.preflight.address import bind_address
+from bakehouse.preflight.volumes import volumes
 from bakehouse.recipe.load import Loaded, load
 from bakehouse.recipe.model import Recipe
 from bakehouse.recipe.variables import trial_variables
@@ -41,7 +43,7 @@ def faults(loaded: Loaded) -> tuple[Fault, ...]:
         loaded.origin(*c.keys).fault(f"{'.'.join(c.keys)}: {c.message}", c.hint)
         for c in rule_conflicts(loaded.recipe)
     )
-    return (*found, *_command(loaded))
+    return (*found, *_container(loaded), *_command(loaded))
 
 
 def require(loaded: Loaded) -> None:
@@ -80,6 +82,22 @@ def _definitions(recipe: Recipe) -> tuple[Conflict, ...]:
         Conflict(("build", "cmake", r.name), r.message, r.hint)
         for r in refusals(recipe.build.cmake, NOTHING)
     )
+
+
+def _container(loaded: Loaded) -> tuple[Fault, ...]:
+    """Volumes and GPUs that no container gets."""
+    box = loaded.recipe.container
+    found: list[Fault] = []
+    for key, judge in (
+        ("volumes", lambda: box and volumes(box.volumes, str(loaded.folder))),
+        ("gpus", lambda: box and box.gpus is not None and gpu_request(box.gpus)),
+    ):
+        try:
+            judge()
+        except UsageError as error:
+            message = error.what if key in error.what else f"container.{key}: {error.what}"
+            found.append(loaded.origin("container", key).fault(message, error.hint or ""))
+    return tuple(found)
 
 
 def _command(loaded: Loaded) -> tuple[Fault, ...]:

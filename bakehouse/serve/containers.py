@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from bakehouse.errors import BakehouseError, HostError
+from bakehouse.errors import BakehouseError, HostError, UsageError
 from bakehouse.plan.container import NONCE, SERVER, container_name
 from bakehouse.plan.types import ServePlan
-from bakehouse.ports.docker import ContainerFacts, Docker
+from bakehouse.ports.docker import ContainerFacts, Docker, Mount
 from bakehouse.ports.docker_engine import RealDocker
 from bakehouse.ports.docker_where import find_endpoint
+from bakehouse.preflight.volumes import reaches
 from bakehouse.serve.processes import tree
 
 MARKED = "in-a-container"
@@ -120,18 +121,9 @@ def make(
     name = container_name(folder.name)
     _take_name(docker, name, folder)
     command = plan.command(nonce)
-    mounts = []
-    for mount in plan.container.mounts:
-        # A cache of the Hugging Face Hub holds links; inside, they would lead nowhere.
-        source = mount.source if mount.volume else os.path.realpath(mount.source)
-        if not mount.volume and not mount.read_only:
-            Path(source).mkdir(parents=True, exist_ok=True)
-        if not mount.volume and not os.path.exists(source):
-            raise HostError(
-                f"what is to be mounted is not there: {source}", where=mount.target,
-                hint="the engine would make an empty folder of it", id="mount-missing",
-            )  # fmt: skip
-        mounts.append(mount.model_copy(update={"source": source}))
+    host = urlsplit(find_endpoint_host(getattr(docker, "environment", os.environ)))
+    sockets = (host.path,) if host.scheme == "unix" and host.path else ()
+    mounts = [_mount(mount, sockets) for mount in plan.container.mounts]
     spec = plan.container.model_copy(
         update={
             "name": name,
@@ -143,6 +135,40 @@ def make(
         }
     )
     return docker.create(spec)
+
+
+def _mount(mount: Mount, sockets: tuple[str, ...]) -> Mount:
+    """Have what is mounted: links followed, a folder made where the container is to write."""
+    if mount.volume:
+        return mount
+    # A cache of the Hugging Face Hub holds links; inside, they would lead nowhere.
+    source = os.path.realpath(mount.source)
+    if why := reaches(source, sockets):
+        raise UsageError(
+            f"container.volumes: {mount.source} {why}", where=source, id="bad-volume",
+            hint="mount the one folder that the server needs",
+        )  # fmt: skip
+    try:
+        if not mount.read_only and not os.path.exists(source):
+            Path(source).mkdir(parents=True)
+    except OSError as error:
+        raise HostError(
+            f"what is to be mounted cannot be made: {error.strerror}", where=source,
+            hint="make the folder, or name another under container.volumes", id="mount-missing",
+        ) from None  # fmt: skip
+    if not os.path.exists(source):
+        raise HostError(
+            f"what is to be mounted is not there: {source}", where=mount.target,
+            hint="the engine would make an empty folder of it", id="mount-missing",
+        )  # fmt: skip
+    return mount.model_copy(update={"source": source})
+
+
+def withdraw(docker: Docker, folder: Path, nonce: str) -> None:
+    """Remove the container of a launch that came to nothing."""
+    with suppress(BakehouseError):
+        for one in docker.containers({SERVER: str(folder), NONCE: nonce}):
+            docker.remove(one.id)
 
 
 def _take_name(docker: Docker, name: str, folder: Path) -> None:

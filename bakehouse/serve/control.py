@@ -102,7 +102,8 @@ def left_boxes(folder: Path, known: State | None) -> tuple[ContainerFacts, ...]:
     The engine is asked only where there is reason to: a state or a mark that tells of a container,
     or no folder at all. A server that ended in an orderly way took its container with it.
     """
-    if known and (known.container is None or known.phase == "ended"):
+    boxed = known and (known.container or known.docker)
+    if known and (not boxed or known.phase == "ended"):
         return ()
     if known:
         return containers.find(folder, known.docker)

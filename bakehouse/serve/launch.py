@@ -11,12 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bakehouse.engines.engine import engine_of
-from bakehouse.errors import HostError
+from bakehouse.errors import BakehouseError, HostError
 from bakehouse.plan.types import ServePlan
 from bakehouse.ports.docker import Docker
 from bakehouse.ports.process import environment
@@ -111,7 +112,7 @@ class Link:
             chunk = b""
         if not chunk:
             self.ended = self.ended or {
-                "says": "its keeper was killed",
+                "says": "lost its keeper, which was killed",
                 "code": None,
                 "why": "lost",
             }
@@ -158,12 +159,7 @@ def launch(
         state=first, env=env, cwd=str(settings.cwd), guard=settings.guard,
         engine=settings.engine, known_losses=tuple(sorted(settings.known_losses)),
     )  # fmt: skip
-    box = None
-    if plan.container and docker:
-        box, spec = _in_container(plan, settings, spec, docker, base)
-    states.write(folder, spec.state)
-    link = Link(folder, nonce, start_keeper(folder, spec))
-    link.box = box
+    link = _started(plan, settings, spec, docker, base)
     if not link.wait_for("started", KEEPER_START_S):
         says = (link.ended or {}).get("says", "it said nothing")
         link.close()
@@ -171,6 +167,35 @@ def launch(
             f"the server's keeper did not start: {says}", where=str(folder / "keeper.log"),
             hint="read that log; it holds what Python said", id="keeper",
         )  # fmt: skip
+    return link
+
+
+def _started(
+    plan: ServePlan, settings: Settings, spec: Spec, docker: Docker | None, base: Mapping[str, str]
+) -> Link:
+    """Start the keeper, once the container is made where the plan wants one.
+
+    Whatever comes between, an interrupt included, leaves no container.
+    """
+    folder, nonce, box = settings.folder, spec.state.nonce, None
+    if not plan.container or not docker:
+        states.write(folder, spec.state)
+        return Link(folder, nonce, start_keeper(folder, spec))
+    try:
+        box, spec = _in_container(plan, settings, spec, docker, base)
+        states.write(folder, spec.state)
+        link = Link(folder, nonce, start_keeper(folder, spec))
+    except BaseException as error:
+        containers.withdraw(docker, folder, nonce)
+        said = error.what if isinstance(error, BakehouseError) else "its start was interrupted"
+        ended = states.Ended(
+            at=states.now(), why="exited", code=None, says=f"never started: {said}"
+        )
+        with suppress(OSError):
+            states.write(folder, replace(spec.state, phase="ended", ended=ended))
+            states.forget_key(folder)
+        raise
+    link.box = box
     return link
 
 
@@ -184,6 +209,8 @@ def _in_container(
     secret = (engine.key_variable, settings.key) if settings.key else None
     try:
         containers.mark_engine(settings.folder, where)
+        # Should we be killed while it is made, this tells where to look for it.
+        states.write(settings.folder, replace(spec.state, docker=where or None))
     except OSError as error:
         raise _unusable(error) from error
     made = containers.make(docker, plan, settings.folder, spec.state.nonce, secret)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -13,7 +12,15 @@ from bakehouse.errors import BakehouseError, HostError, LockError, NotFound
 from bakehouse.lock import Drift, ImagePin, Lock
 from bakehouse.ports.docker import ARCHITECTURES, ImageFacts, machine_arch
 from bakehouse.ports.docker_facts import words
-from bakehouse.sources.oci import Blob, Manifest, Reference, Registry, missing, parse
+from bakehouse.sources.oci import (
+    Blob,
+    Manifest,
+    Reference,
+    Registry,
+    decoded,
+    missing,
+    parse,
+)
 
 UNPACKED = 3
 """Bytes of disk that a byte of packed layers takes while it is pulled: itself, and unpacked. Engine
@@ -157,10 +164,14 @@ def _pin_manifest(
 
 
 def _config(registry: Registry, blob: Blob, at: Reference) -> dict[str, Any]:
-    data = json.loads(registry.blob(blob))
-    if not isinstance(data, dict):
-        raise HostError("the image's configuration is not JSON", where=at.name, id="registry")
-    return data
+    data: dict[str, Any] | None = decoded(registry.blob(blob))
+    run = (data.get("config") or {}) if isinstance(data, dict) else None
+    if not isinstance(run, dict) or not isinstance(run.get("Labels") or {}, dict):
+        raise HostError(
+            "the image's configuration is none", where=at.name, id="registry",
+            hint="see what stands between here and the registry, or tell the image's publisher",
+        )  # fmt: skip
+    return data or {}
 
 
 def check_platform(found: ImageFacts, arch: str, where: str) -> None:

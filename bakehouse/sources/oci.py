@@ -37,6 +37,7 @@ ACCEPT = ", ".join((*INDEX_TYPES, *MANIFEST_TYPES))
 ATTEMPTS = 4
 MAX_MANIFEST = 8 * 2**20
 LONGEST_WAIT_S = 30.0
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -122,17 +123,13 @@ class Registry:
                 where=where, hint="see what stands between here and the registry",
                 id="digest-mismatch",
             )  # fmt: skip
-        try:
-            data = json.loads(reply.body)
-            kind = str(data.get("mediaType") or _header(reply, "content-type"))
-            known = data.get("schemaVersion") == 2 and ("manifests" in data or "layers" in data)
-        except (ValueError, AttributeError):
-            known = False
-        if not known:
+        data = decoded(reply.body)
+        if not isinstance(data, dict) or not _is_whole(data):
             raise HostError(
                 "the registry's answer is no image of today's kind", where=where, id="registry",
                 hint="images of schema 1 are too old for any engine of today",
             )  # fmt: skip
+        kind = str(data.get("mediaType") or _header(reply, "content-type"))
         return Manifest(digest, kind.partition(";")[0].strip(), data)
 
     def blob(self, blob: Blob) -> bytes:
@@ -235,6 +232,38 @@ class Registry:
                 hint="check the network, then run it again", id="registry-unreachable",
             ) from error  # fmt: skip
         return reply
+
+
+def decoded(body: bytes) -> Any:
+    """Read JSON that somebody else wrote; None for what is none, or is nested without end."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_whole(data: dict[str, Any]) -> bool:
+    """Whether an index or a manifest holds all that is read of it, each as what it has to be."""
+    if data.get("schemaVersion") != 2:
+        return False
+    if (listed := data.get("manifests")) is not None:
+        return isinstance(listed, list) and all(
+            isinstance(e, dict) and isinstance(e.get("platform", {}), dict) and _is_digest(e)
+            for e in listed
+        )
+    layers = data.get("layers")
+    return isinstance(layers, list) and all(map(_is_blob, (data.get("config"), *layers)))
+
+
+def _is_digest(entry: dict[str, Any]) -> bool:
+    return bool(_DIGEST.fullmatch(str(entry.get("digest"))))
+
+
+def _is_blob(entry: object) -> bool:
+    if not isinstance(entry, dict) or not _is_digest(entry):
+        return False
+    size = entry.get("size")
+    return isinstance(size, int) and not isinstance(size, bool) and size >= 0
 
 
 def _here(url: str) -> bool:

@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from bakehouse import cli
 from bakehouse.places import Places
 from bakehouse.plan.container import SERVER
 from bakehouse.ports.docker import ContainerSpec
+from bakehouse.serve import containers, launch
 from bakehouse.serve.control import folders, look, stop
 from bakehouse.serve.state import read
 from tests.support.docker_engine import Engine
@@ -348,3 +350,48 @@ def test_the_api_key_is_in_no_argument_and_is_needed(
     assert "tell-nobody-7" not in json.dumps(document)
     state = (house.server() / "state.json").read_text()
     assert "tell-nobody-7" not in state
+
+
+@pytest.mark.parametrize("swept", [True, False], ids=["interrupted", "killed-outright"])
+def test_a_start_that_ends_before_its_keeper_leaves_nothing_that_is_not_found(
+    house: House, monkeypatch: pytest.MonkeyPatch, *, swept: bool
+) -> None:
+    def never(*_: object) -> socket.socket:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "start_keeper", never)
+        if not swept:  # killed at once: nothing of ours runs any more
+            patch.setattr(containers, "withdraw", lambda *_: os._exit(9))
+        if child := os.fork():
+            os.waitpid(child, 0)
+        else:
+            with suppress(BaseException):
+                house.serve()
+            os._exit(0)
+
+    assert len(house.boxes()) == (0 if swept else 1)
+    code, status, _ = house.call("status")
+    words = [one["status"] for one in status["result"]["servers"]]
+    assert (code, words) == (0, ["ended" if swept else "orphaned"])
+    assert house.call("stop")[0] == 0
+    assert house.boxes() == []
+    assert house.serve()[0] == 0
+
+
+def test_a_volume_that_is_a_file_or_cannot_be_made(house: House, tmp_path: Path) -> None:
+    (tmp_path / "kept.txt").write_text("mine")
+    (tmp_path / "way").symlink_to(house.engine.host.removeprefix("unix://"))
+    code, document, _ = house.serve(container={"volumes": [f"{tmp_path}/kept.txt:/kept.txt"]})
+    assert code == 0, document["error"]
+    assert house.engine.cli("exec", "bakehouse-boxed", "cat", "/kept.txt") == "mine"
+    assert house.call("stop")[0] == 0
+
+    held = Path(house.engine.host.removeprefix("unix://")).parent
+    for source, exit_, said in (
+        (f"{tmp_path}/kept.txt/below", 9, "cannot be made"), (f"{tmp_path}/way", 2, "own socket"),
+        (str(held), 2, "own socket"), (str(held.parent), 2, "own socket"),
+    ):  # fmt: skip
+        code, document, _ = house.serve(container={"volumes": [f"{source}:/x"]})
+        assert (code, said in str(document["error"])) == (exit_, True), document["error"]
+    assert house.boxes() == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +14,13 @@ from hypothesis import strategies as st
 from bakehouse.engines.vllm import flags, server
 from bakehouse.errors import HostError, RecipeError, UsageError
 from bakehouse.lock import FilePin, Lock, WeightPin
-from bakehouse.plan.container import inside, volumes, weight_mounts
+from bakehouse.plan.container import inside, weight_mounts
+from bakehouse.preflight.rules import faults as recipe_faults
+from bakehouse.preflight.volumes import reaches, volumes
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
 from bakehouse.serve.containers import refuse_remote
+from tests.support.recipes import make_loaded
 from tests.support.serving import Files
 
 PLACE = Origin("recipes/x.yaml", 9, 5)
@@ -75,6 +81,52 @@ def test_no_command_breaks_the_reader(words: list[str]) -> None:
 def test_what_bakehouse_sets_is_refused_in_any_spelling(flag: str) -> None:
     assert f"must not hold {flag}" in faults(*GOOD, flag, "1")
     assert f"must not hold {flag}" in faults(*GOOD, f"--{flag[2:].replace('-', '_')}=1")
+
+
+PACKAGE = Path(server.__file__).resolve().parents[2]
+READS_FLAGS = (
+    "engines/vllm/server.py", "engines/vllm/flags.py", "engines/vllm/able.py",
+    "engines/vllm/engine.py", "engines/vllm/evidence.py", "preflight/vllm.py",
+)  # fmt: skip
+
+
+def flags_named(path: str) -> set[str]:
+    """Every flag that stands as a text of its own in a module."""
+    words = (n.value for n in ast.walk(ast.parse((PACKAGE / path).read_text()))
+             if isinstance(n, ast.Constant))  # fmt: skip
+    return {w for w in words if isinstance(w, str) and w.startswith("--") and w[2:3].isalpha()
+            and w.replace("-", "").isalnum()}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", sorted(set().union(*map(flags_named, READS_FLAGS))))
+def test_no_flag_that_is_judged_may_be_shortened(flag: str) -> None:
+    """vLLM's parser takes any beginning of a flag: `--trust-remote`, `--api-k`."""
+    for length in range(len("--x"), len(flag)):
+        said = faults(*GOOD, flag[:length], "1")
+        assert "may read as" in said or f"must not hold {flag[:length]}" in said or (
+            flag[:length] in flags_known()
+        ), flag[:length]  # fmt: skip
+
+
+def flags_known() -> frozenset[str]:
+    return frozenset({*server.OWNED, *server.PATHS, *server.JUDGED, *flags.SHORT})
+
+
+@pytest.mark.parametrize("word", ["-t", "-n2", "-qfp8", "--api_k=x", "--spec.method", "-r1"])
+def test_nor_in_any_other_spelling(word: str) -> None:
+    assert "may read as" in faults(*GOOD, word, "1")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-O3",), ("-tp", "2"), ("-dpl", "1"), ("--enforce-eager",), ("-cc.mode", "3"),
+        ("--no-enable-prefix-caching",), ("--tokenizer-mode", "auto"), ("--seed", "1"),
+        ("--config-format", "hf"), ("--model-impl", "vllm"), ("--disable-log-requests",),
+    ],
+)  # fmt: skip
+def test_flags_that_are_whole_are_left_alone(words: tuple[str, ...]) -> None:
+    assert faults(*GOOD, *words) == ""
 
 
 @pytest.mark.parametrize(
@@ -168,13 +220,61 @@ def test_each_pinned_file_is_mounted_by_itself() -> None:
     [
         "/var/run/docker.sock:/var/run/docker.sock", "/run:/host", "/:/host", "/var/run/../run:/x",
         "cache:/weights/model", "cache:/weights", "cache:/", "cache", "a:b:c:d", "cache:x",
-        "cache:/x:rx", "~/../../run/docker.sock:/s",
+        "cache:/x:rx", "~/../../run/docker.sock:/s", "/proc:/p", "/proc/sys/kernel:/k:ro",
+        "/sys:/s", "/dev:/dev", "a\n:/x", "-v:/x", "ü:/x",
     ],
 )  # fmt: skip
 def test_volumes_that_must_not_be(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/u")
     with pytest.raises(UsageError):
         volumes((text,), "/home/u/recipes")
+
+
+@pytest.mark.parametrize("name", ["docker.sock", "of-a-name-of-its-own"])
+def test_no_way_leads_to_a_socket(name: str, tmp_path: Path) -> None:
+    """By its name, by its folder, by links to either, by a relative path."""
+    home = tmp_path / "deep" / "down"
+    home.mkdir(parents=True)
+    where = home / name
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(where))
+        (tmp_path / "link").symlink_to(where)
+        (tmp_path / "folder").symlink_to(home)
+        for path in (where, tmp_path / "link"):
+            assert "own socket" in str(reaches(str(path)))
+            with pytest.raises(UsageError, match="own socket"):
+                volumes((f"{path}:/x",), "/")
+        for path in (home, tmp_path / "folder", home.parent, tmp_path):
+            assert "own socket" in str(reaches(str(path), [str(where)]))
+        with pytest.raises(UsageError, match="own socket"):
+            volumes((f"../{name}:/x",), str(home / "recipes"))
+    (tmp_path / "other").mkdir()
+    assert reaches(str(tmp_path / "other"), [str(where)]) is None
+
+
+def test_two_volumes_in_one_place() -> None:
+    with pytest.raises(UsageError, match="lies where 'aa:/x' lies"):
+        volumes(("aa:/x", "bb:/x/"), "/")
+
+
+@pytest.mark.parametrize(
+    ("container", "said"),
+    [
+        ({"volumes": ["/:/host"]}, "own socket"), ({"volumes": ["/sys:/s"]}, "kernel"),
+        ({"volumes": ["x"]}, "no volume"), ({"gpus": "--privileged"}, "which GPUs"),
+        ({"gpus": ""}, "which GPUs"), ({"gpus": "0"}, "which GPUs"),
+    ],
+)  # fmt: skip
+def test_check_names_what_no_container_gets(
+    container: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    loaded = make_loaded(
+        tmp_path, engine="vllm", source=None, image={"ref": {"x86_64": "a/b:1"}},
+        container=container, serve={"command": " ".join(GOOD)},
+    )  # fmt: skip
+    (fault,) = recipe_faults(loaded)
+    assert said in fault.message
+    assert fault.line > 0
 
 
 def test_volumes_that_may_be() -> None:

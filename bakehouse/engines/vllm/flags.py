@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +112,21 @@ def read(argv: Sequence[str]) -> Command:
     return Command(
         tuple(argv[:begin]), alone[0] if alone else None, tuple(alone[1:]), flags, speculation, bad
     )
+
+
+def shortened(flag: str, judged: Iterable[str]) -> str | None:
+    """Give the flag among `judged` that vLLM may read `flag` as, where it is only its beginning.
+
+    vLLM's parser takes every beginning that fits one flag alone (`--trust-remote`), and a value
+    that is glued to a letter (`-n2`). `flag` is spelled as in `Command.flags`.
+    """
+    head = flag.partition(".")[0]
+    whole = (one.partition(".")[0] for one in SHORT.values())
+    known = sorted({*judged, *SHORT, *whole, *SEVERAL})
+    if head in known:
+        return None
+    glued = [long for short, long in SHORT.items() if len(short) == 2 and head.startswith(short)]
+    return next((one for one in (*known, *glued) if one.startswith(head) or one in glued), None)
 
 
 SEVERAL = frozenset({"--served-model-name", "--lora-modules", "--middleware", "--api-key"})

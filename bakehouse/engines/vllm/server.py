@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
 from bakehouse.engines.engine import NONCE_ALIAS, Asked
-from bakehouse.engines.vllm.flags import Command, read
+from bakehouse.engines.vllm.flags import Command, read, shortened
 from bakehouse.errors import Fault, RecipeError
 from bakehouse.lock import Lock
 from bakehouse.recipe.faults import Origin
@@ -59,6 +59,14 @@ OWNED: dict[str, str] = {
     **dict.fromkeys(("--nnodes", "--node-rank", "--master-addr", "--data-parallel-address"), _MANY),
 }
 """Flags that a recipe's command must not hold, and what to do in place of each."""
+
+JUDGED = (
+    "--trust-remote-code", "--load-format", "--model-impl", "--max-model-len", "--max-num-seqs",
+    "--max-num-batched-tokens", "--dtype", "--kv-cache-dtype", "--quantization",
+    "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size",
+    "--reasoning-parser", "--tool-call-parser", "--speculative-config", "--gpu-memory-utilization",
+)  # fmt: skip
+"""Flags that are read here and by what judges a recipe; none of them may be shortened."""
 
 PATHS = ("--tokenizer", "--chat-template", "--reasoning-parser-plugin", "--tool-parser-plugin")
 """Flags that name a file or folder, which has to be one of the pinned ones."""
@@ -158,6 +166,11 @@ def _flags(command: Command, origin: Origin) -> Iterator[Fault]:
     for flag in command.flags:
         if hint := OWNED.get(flag.partition(".")[0]):
             yield origin.fault(f"serve.command must not hold {flag}", hint)
+        elif meant := shortened(flag, (*OWNED, *PATHS, *JUDGED)):
+            yield origin.fault(
+                f"serve.command holds {flag}, which vLLM may read as {meant}",
+                "write the flag whole: what is shortened is not seen by what judges a command",
+            )
     for flag in PATHS:
         path = command.text(flag)
         image_has = flag == "--chat-template" and path and path.startswith("/")
