@@ -116,6 +116,8 @@ _HOW = {
 
 def _pin_lines(made: Pinned, *, dry: bool) -> list[str]:
     manifest = made.manifest
+    parts = read_diff(made.data, manifest.name)
+    moved = {p.path: f", renamed from {p.moved_from}" for p in parts if p.moved_from}
     how = _HOW[made.how]
     how = f"would be {how}" if dry and made.how in ("new", "moved") else how
     lines = [
@@ -124,9 +126,10 @@ def _pin_lines(made: Pinned, *, dry: bool) -> list[str]:
         f"source    {manifest.source}",
         f"head      {manifest.head or 'not known'}",
         f"base      {manifest.base or 'not known'}",
-        f"diff      {counts(read_diff(made.data, manifest.name))}, {len(made.data):,} bytes",
+        f"diff      {counts(parts)}, {len(made.data):,} bytes",
         f"sha256    {manifest.sha256}",
-        *(f"file      {f.path} +{f.added} -{f.removed}" for f in manifest.files),
+        *(f"file      {f.path} +{f.added} -{f.removed}{moved.get(f.path, '')}"
+          for f in manifest.files),
         *([f"upstream  {manifest.upstream}"] if manifest.upstream else []),
         *(["standing  experimental"] if manifest.experimental else []),
         *(f"verdict   {v.word}: {v.recipe} at {v.base[:12]}, {v.date}" for v in manifest.verdicts

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bakehouse.errors import PatchError
 from bakehouse.redact import clean
 
 MAX_BYTES = 5 * 2**20
+MAX_NAME = 255
+"""Bytes of one name that a file system takes."""
+MAX_PATH = 512
+"""Bytes of a path inside the tree: a build folder comes before it, and deep folders in it."""
 _HEADER = re.compile(rb"^(?:diff --git |--- |\+\+\+ |@@ |index [0-9a-f]+\.\.|rename |copy )")
 _PATH = re.compile(
     r'^(?:--- |\+\+\+ |rename from |rename to |copy from |copy to )("(?:[^"\\]|\\.)*"|[^\t]+)'
@@ -66,6 +70,8 @@ class FilePart:
     path: str
     header: tuple[bytes, ...] = field(repr=False)
     hunks: tuple[Hunk, ...]
+    moved_from: str | None = None
+    """Where a renamed file was before."""
 
     @property
     def added(self) -> int:
@@ -131,6 +137,8 @@ class _Reader:
         self.begins = 0
         """Line of the patch on which the open part begins."""
         self.paths: list[str] = []
+        self.names: dict[str, str | None] = {}
+        """What the open part's header lines name, by their first words."""
         self.hunks: list[Hunk] = []
         self.body: list[bytes] = []
         self.place = (0, 0)
@@ -180,7 +188,9 @@ class _Reader:
             if git:
                 _check_words(line, where)
         if found := _PATH.match(line):
-            self.paths += [path] if (path := _check_path(found[1], line, where)) else []
+            path = _check_path(found[1], line, where)
+            self.paths += [path] if path else []
+            self.names[line[: found.start(1)].strip()] = path
         elif self.begins and (hunk := _HUNK.match(line)):
             self._end_hunk()
             self.body, self.place = [raw], (int(hunk[1]), number)
@@ -213,7 +223,34 @@ class _Reader:
         if not hunks and (not bare or any(map(_has_content, lines))):
             raise self._short(number, "a file's part ends before its first hunk")
         path = paths[-1] if paths else _named(lines[0])
-        self.parts.append(FilePart(path, tuple(header), hunks))
+        names, self.names = self.names, {}
+        if not _agree(names, git=lines[0].startswith("diff --git ")):
+            raise PatchError(
+                "the patch names one file in two ways: "
+                + ", ".join(f"'{clean(str(name), one_line=True)}'" for name in names.values()),
+                where=f"{self.name}:{number}",
+                hint="make it with 'git diff', which says 'rename from' and 'rename to' where a "
+                "file gets another name",
+                id="patch-path",
+            )
+        self.parts.append(FilePart(path, tuple(header), hunks, names.get("rename from")))
+
+
+def _agree(names: Mapping[str, str | None], *, git: bool) -> bool:
+    """Whether a part's header lines mean one file before and one after.
+
+    Git takes differing names for a renamed file, also where no line says so: it would put one file
+    in the place of another, and remove the first. In a plain diff `x.orig` may stand before `x`.
+    """
+    old, new = names.get("---"), names.get("+++")
+    moved = [way for way in ("rename", "copy") if {f"{way} from", f"{way} to"} & names.keys()]
+    for way in moved:
+        begin, end = names.get(f"{way} from"), names.get(f"{way} to")
+        if not (begin and end) or old not in (None, begin) or new not in (None, end):
+            return False
+    if moved:
+        return len(moved) == 1
+    return old is None or new is None or old == new or (not git and old.startswith(new))
 
 
 def _has_content(line: str) -> bool:
@@ -283,7 +320,8 @@ def _check_path(written: str, line: str, where: str) -> str | None:
     if path == "/dev/null":
         return None
     if line.startswith(("--- ", "+++ ")):
-        path = path.partition("/")[2] if re.match(r"[a-z]/", path) else path
+        first, slash, rest = path.partition("/")  # the first part goes, whatever it is, as with git
+        path = rest if slash and first.casefold() not in ("", "..", ".git") else path
     if not path or not path.isprintable():
         raise PatchError(
             f"the patch names a file by '{clean(path, one_line=True)}'",
@@ -291,6 +329,12 @@ def _check_path(written: str, line: str, where: str) -> str | None:
             hint="file names without control characters are wanted",
             id="patch-path",
         )
+    _inside(path, where)
+    return path
+
+
+def _inside(path: str, where: str) -> None:
+    """Refuse a path that leads out of the tree, or that no file system takes."""
     parts = path.split("/")
     if path.startswith("/") or ".." in parts or any(p.casefold() == ".git" for p in parts):
         raise PatchError(
@@ -299,7 +343,21 @@ def _check_path(written: str, line: str, where: str) -> str | None:
             hint="paths in a patch are relative to the top of the tree",
             id="patch-path",
         )
-    return path
+    if any(p in ("", ".") for p in parts):
+        raise PatchError(
+            f"the patch names a file by '{clean(path, one_line=True)}'",
+            where=where,
+            hint="file names as git writes them are wanted",
+            id="patch-path",
+        )
+    if len(path.encode()) > MAX_PATH or any(len(p.encode()) > MAX_NAME for p in parts):
+        raise PatchError(
+            f"the patch names a file by {len(path.encode()):,} bytes: "
+            f"'{clean(path[:60], one_line=True)}…'",
+            where=where,
+            hint=f"names up to {MAX_NAME} bytes in paths up to {MAX_PATH} can be built with",
+            id="patch-path",
+        )
 
 
 _QUOTED = re.compile(r"\\([0-7]{1,3}|.)")

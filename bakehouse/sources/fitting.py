@@ -38,6 +38,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 """By what may be allowed, which words count as applying."""
 LOOSE = ("-C1",)
 _REDUCED = re.compile(r"Context reduced to \((\d+)/(\d+)\) to apply fragment at (\d+)")
+_CLASH = "appears as both a file and as a directory"
 SHOWN = 3
 """Lines that differ, shown for a hunk."""
 MAX_LINE = 90
@@ -72,14 +73,14 @@ def try_patch(git: Git, repository: Path, tree: str, data: bytes, name: str) -> 
         exact = trial.apply(data)
         back = trial.apply(data, "--reverse")
         if exact is not None and not exact:
-            return Fit(word=APPLIES, tree=trial.result(data))
+            return trial.fit(APPLIES, data)
         if back is not None and (not back or exact is None):
             return Fit(word="already upstream", notes=("all of it is in the source already",))
         if exact is not None:
-            return Fit(word="applies with offset", tree=trial.result(data), notes=exact)
+            return trial.fit("applies with offset", data, exact)
         loose = trial.apply(data, *LOOSE)
         if loose is not None:
-            return Fit(word="applies with fuzz", tree=trial.result(data, *LOOSE), notes=loose)
+            return trial.fit("applies with fuzz", data, loose, *LOOSE)
         return _part_by_part(trial, parts)
 
 
@@ -115,6 +116,15 @@ class _Trial:
             self.why = error
             return None
         return _notes(said, self.parts)
+
+    def fit(self, word: Word, data: bytes, notes: tuple[str, ...] = (), how: str = "") -> Fit:
+        """Apply what `--check` found to fit, which does not see all: a file where a folder is."""
+        try:
+            return Fit(word=word, tree=self.result(data, *filter(None, [how])), notes=notes)
+        except GitFailed as error:
+            if _CLASH not in error.said:
+                raise
+            return Fit(word="conflicts", notes=(_told(error), *notes))
 
     def result(self, data: bytes, *how: str) -> str:
         """Apply it to the index and give the tree that results."""
@@ -198,8 +208,15 @@ def _part_by_part(trial: _Trial, parts: Sequence[FilePart]) -> Fit:
         count = f"{len(upstream)} of its {total} hunks are in the source already"
         return Fit(word="partly upstream", notes=(count, *upstream))
     if not conflicts and whole:
-        conflicts.append(clean(whole.first().removeprefix("error: "), one_line=True))
+        conflicts.append(_told(whole))
     return Fit(word="conflicts", notes=(*conflicts, *upstream), line=line)
+
+
+def _told(error: GitFailed) -> str:
+    """What git says against a whole patch each of whose hunks fits by itself, in a line."""
+    if failed := re.search(r"^error: patch failed: (.+)$", error.said, re.MULTILINE):
+        return f"does not fit {clean(failed[1], one_line=True)} once what comes before it is in"
+    return clean(error.first().removeprefix("error: "), one_line=True)
 
 
 def _differing(trial: _Trial, hunk: Hunk) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ def all_paths(folder: Path) -> tuple[Path, ...]:
 def read_manifest(path: Path) -> Manifest:
     """Read one. Raises NotFound; RecipeError with every fault, as `file:line:column`."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would make us wait for ever
+            fault = Fault(shown(path), 0, 0, "it is not a regular file")
+            raise RecipeError("the patch manifest cannot be read", [fault])
         raw = path.read_bytes()
     except FileNotFoundError:
         raise _missing(path) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -155,7 +156,9 @@ def materialise(ctx: Context, lock: Lock, target: Path) -> None:
         for repository, tree, below in parts:
             try:
                 write_tree(git, repository, tree, target / below)
-            except (GitFailed, _Damaged):
+            except (GitFailed, _Damaged) as error:
+                if isinstance(error, GitFailed) and _NO_WRITE.search(error.said):
+                    raise  # the disk, not the mirror: it may be the last copy that there is
                 _clear(target / below)
                 _fetch_anew(ctx, git, lock, repository)
                 write_tree(git, repository, tree, target / below)
@@ -169,6 +172,14 @@ def materialise(ctx: Context, lock: Lock, target: Path) -> None:
             hint="see that there is room and that the folder may be written to",
             id="disk",
         ) from error
+
+
+_NO_WRITE = re.compile(
+    "unable to (?:create|write)|cannot create|could not (?:create|write)|No space left|Read-only "
+    "file system|Disk quota|File name too long|Permission denied",
+    re.IGNORECASE,
+)
+"""In what git says: a file could not be written, which says nothing against what it read."""
 
 
 class _Damaged(Exception):
@@ -191,6 +202,14 @@ def _fetch_anew(ctx: Context, git: Git, lock: Lock, repository: Path) -> None:
 
 
 def _cannot_write(error: Exception, target: Path) -> BakehouseError:
+    if isinstance(error, GitFailed) and (found := _NO_WRITE.search(error.said)):
+        rows = [row for row in error.said.splitlines() if found[0] in row]
+        return HostError(
+            f"the source cannot be written: {rows[0]}",
+            where=str(target),
+            hint="see that there is room and that the folder may be written to",
+            id="disk",
+        )
     return HostError(
         f"the source tree cannot be written as it is pinned: {error}",
         where=str(target),

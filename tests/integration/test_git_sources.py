@@ -474,6 +474,19 @@ def test_a_damaged_mirror_is_mended(
     assert (tmp_path / "out" / "big").read_text() == big
 
 
+def test_a_disk_that_takes_no_more_says_nothing_against_the_mirror(
+    ctx: Context, repo: Repo, tmp_path: Path
+) -> None:
+    """A name too long stands for all that keeps git from writing: the mirror stays where it is."""
+    lock = lock_of(pin(ctx, repo, repo.commit({**FILES, "src/" + "n" * 300: "x\n"})))
+    mirror = mirror_folder(ctx.places, repo.url)
+    before = sorted(mirror.parent.iterdir())
+    git(repo.folder, "update-ref", "-d", "refs/heads/main")
+    with pytest.raises(HostError, match=r"the source cannot be written: .*File name too long"):
+        materialise(ctx, lock, tmp_path / "out")
+    assert sorted(mirror.parent.iterdir()) == before
+
+
 def test_a_changed_object_is_seen_when_it_is_written(
     ctx: Context, repo: Repo, tmp_path: Path
 ) -> None:

@@ -151,6 +151,43 @@ def test_new_renamed_deleted_and_executable_files(
     assert apply(context, source, pinned(context, tmp_path, text)) == repo.tree(wanted)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("clash", ["dir", "a.txt/x", "dir/file/x/y"])
+def test_a_file_where_a_folder_is_conflicts(
+    context: Context, repo: Repo, tmp_path: Path, clash: str
+) -> None:
+    tree = repo.tree({"a.txt": A, "dir/file": "x\n"})
+    text = f"--- /dev/null\n+++ b/{clash}\n@@ -0,0 +1 @@\n+x\n".encode()
+    fit = try_patch(Git(context.processes), repo.folder, tree, text, "p")
+    assert (fit.word, fit.tree) == ("conflicts", None)
+    assert "both a file and as a directory" in fit.notes[0]
+
+
+@pytest.mark.parametrize("again", [diff("b.txt", B, B.replace("beta", "x")), diff("b.txt", B, "")])
+def test_parts_that_fit_by_themselves_only_are_named(
+    context: Context, source: GitPin, tmp_path: Path, again: str
+) -> None:
+    first = diff("b.txt", B, B.replace("beta", "BETA"))
+    with pytest.raises(PatchError, match=r"does not fit b\.txt:1 once what comes before") as caught:
+        apply(context, source, pinned(context, tmp_path, first + again))
+    assert caught.value.id == "patch-conflicts"
+
+
+@pytest.mark.parametrize(
+    "header", ["--- {a}\n+++ {a}\n", "diff --git {a} {a}\nindex 1..2 100644\n--- {a}\n+++ {a}\n"]
+)
+@pytest.mark.parametrize("prefix", ["a/", "x/", "sub/", "a.b-1/", ""])
+def test_what_changes_is_what_is_named(
+    context: Context, repo: Repo, header: str, prefix: str
+) -> None:
+    """Whatever stands before a name, git takes its first part away, and so do we."""
+    there = {"f.c": "one\n", "sub/f.c": "one\n", "sub/sub/f.c": "one\n"}
+    tree = repo.tree(there)
+    text = (header.format(a=f"{prefix}sub/f.c") + "@@ -1 +1 @@\n-one\n+two\n").encode()
+    fit = try_patch(Git(context.processes), repo.folder, tree, text, "p")
+    assert fit.tree is not None
+    assert fit.tree == repo.tree({**there, read_diff(text, "p")[0].path: "two\n"})
+
+
 def test_a_patch_of_a_file_with_crlf_content(
     context: Context, source: GitPin, tmp_path: Path, repo: Repo
 ) -> None:

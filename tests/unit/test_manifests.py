@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -136,3 +138,14 @@ def test_verdicts_are_added_and_replaced(tmp_path: Path) -> None:
     write_manifest(path, both)
     assert read_manifest(path).verdicts == (other, better)
     assert both.changed(sha256="c" * 64).verdict("r", "b" * 40) is None, "of another diff"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_regular_file_is_not_waited_for(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    path = manifest_path(tmp_path, "o/n", "x")
+    path.parent.mkdir(parents=True)
+    make(path)
+    with pytest.raises(RecipeError, match="cannot be read"):
+        read_manifest(path)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bakehouse.errors import PatchError
-from bakehouse.sources.diffs import MAX_BYTES, check_patch, counts, read_diff
+from bakehouse.sources.diffs import MAX_BYTES, MAX_NAME, MAX_PATH, check_patch, counts, read_diff
 
 GOOD = b"""From 0123 Mon Sep 17 00:00:00 2001
 Subject: [PATCH] x
@@ -92,6 +92,72 @@ def test_what_is_refused_and_where(data: bytes, why: str, place: str) -> None:
     assert caught.value.where == place
     assert caught.value.exit_code == 5
     assert caught.value.hint
+
+
+PLAIN = b"@@ -1 +1 @@\n-a\n+b\n"
+RENAME = b"diff --git a/x b/y\nrename from x\nrename to y\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"--- a/x\n+++ b/y\n" + PLAIN,
+        b"--- a/x\n+++ b/x.orig\n" + PLAIN,
+        b"diff --git a/x b/x\n--- a/x\n+++ b/y\n" + PLAIN,
+        b"diff --git a/x b/x\n--- a/y\n+++ b/x\n" + PLAIN,
+        b"diff --git a/x.orig b/x\n--- a/x.orig\n+++ b/x\n" + PLAIN,
+        RENAME + b"--- a/z\n+++ b/y\n" + PLAIN,
+        RENAME + b"--- a/x\n+++ b/z\n" + PLAIN,
+        RENAME + b"copy from x\ncopy to y\n",
+        b"diff --git a/x b/y\nrename from x\n",
+        b"diff --git a/x b/y\ncopy from x\n--- a/x\n+++ b/y\n" + PLAIN,
+        GOOD + b"--- a/x\n+++ b/y\n" + PLAIN,
+    ],
+)
+def test_a_file_has_one_name_unless_a_rename_is_told(data: bytes) -> None:
+    """Git would put the one file in the place of the other, and remove it."""
+    with pytest.raises(PatchError, match="names one file in two ways"):
+        read_diff(data, "p")
+
+
+@pytest.mark.parametrize(
+    ("data", "path", "before"),
+    [
+        (RENAME, "y", "x"),
+        (RENAME + b"--- a/x\n+++ b/y\n" + PLAIN, "y", "x"),
+        (RENAME.replace(b"rename", b"copy") + b"--- a/x\n+++ b/y\n" + PLAIN, "y", None),
+        (b"--- a/x.orig\n+++ b/x\n" + PLAIN, "x", None),
+        (b"--- sub/x\n+++ sub/x\n" + PLAIN, "x", None),
+        (b"--- a.b/sub/x\t2026\n+++ c.d/sub/x\t2026\n" + PLAIN, "sub/x", None),
+        (b"--- /dev/null\n+++ b/x\n@@ -0,0 +1 @@\n+b\n", "x", None),
+    ],
+)
+def test_the_name_is_the_one_that_git_takes(data: bytes, path: str, before: str | None) -> None:
+    assert [(p.path, p.moved_from) for p in read_diff(data, "p")] == [(path, before)]
+
+
+@pytest.mark.parametrize(
+    ("name", "good"),
+    [
+        ("n" * MAX_NAME, True),
+        ("n" * (MAX_NAME + 1), False),
+        ("\u00fc" * (MAX_NAME // 2 + 1), False),
+        ("d/" * (MAX_PATH // 2 - 1) + "f", True),
+        ("d/" * (MAX_PATH // 2) + "f", False),
+        ("a//b", False),
+        ("a/./b", False),
+        ("a/", False),
+    ],
+)
+def test_names_that_no_folder_can_hold_are_refused(name: str, good: bool) -> None:
+    """A tree with such a name cannot be written, and a deep one hardly be removed."""
+    data = f"--- /dev/null\n+++ b/{name}\n@@ -0,0 +1 @@\n+b\n".encode()
+    if good:
+        assert [p.path for p in read_diff(data, "p")] == [name]
+    else:
+        with pytest.raises(PatchError, match="names a file by") as caught:
+            read_diff(data, "p")
+        assert len(str(caught.value)) < 400
 
 
 def test_what_a_diff_touches() -> None:
