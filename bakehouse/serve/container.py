@@ -26,6 +26,7 @@ from bakehouse.ports.docker import ContainerFacts
 from bakehouse.ports.docker_engine import RealDocker
 from bakehouse.ports.guard import PR_SET_PDEATHSIG
 from bakehouse.serve.aftermath import NOTE
+from bakehouse.serve.state import LOST
 
 LONG_S = 3600.0
 TICK_S = 0.2
@@ -114,7 +115,7 @@ class Runner:
         if gone:
             return 137, "was removed by somebody else"
         if facts is None:
-            return 1, f"was lost: {self.lost}"
+            return 1, f"{LOST}: {self.lost}"
         if facts.running or (self.started and facts.started != self.started):
             return 1, "was restarted by somebody else: what runs now was never proven"
         code = facts.exit_code or 0

@@ -103,7 +103,7 @@ def left_boxes(folder: Path, known: State | None) -> tuple[ContainerFacts, ...]:
     or no folder at all. A server that ended in an orderly way took its container with it.
     """
     boxed = known and (known.container or known.docker)
-    if known and (not boxed or known.phase == "ended"):
+    if known and (not boxed or (known.phase == "ended" and not _lost(known))):
         return ()
     if known:
         return containers.find(folder, known.docker)
@@ -113,6 +113,11 @@ def left_boxes(folder: Path, known: State | None) -> tuple[ContainerFacts, ...]:
         return containers.find(folder, None) if there else ()
     engine = containers.marked_engine(folder)
     return () if engine is None else containers.find(folder, engine or None)
+
+
+def _lost(known: State) -> bool:
+    """Whether the engine went away from below a server: its container may have outlived that."""
+    return bool(known.ended and known.ended.says.startswith(states.LOST))
 
 
 def _box_words(boxes: Iterable[ContainerFacts]) -> str:
@@ -207,6 +212,9 @@ def _stop_boxes(seen: Seen) -> Stopped:
     states.forget_key(seen.folder)
     if seen.state and seen.state.phase != "ended":
         _note_gone(seen.folder, seen.state)
+    elif seen.state:
+        ended = Ended(at=states.now(), why="stopped", code=None, says="stopped as asked")
+        states.write(seen.folder, replace(seen.state, ended=ended))
     says = f"stopped: {_box_words(seen.containers)}, and nobody followed it any more; removed"
     return Stopped(seen.name, ran=True, killed=False, says=says)
 

@@ -19,6 +19,8 @@ from bakehouse.serve.guard import Bounds
 from bakehouse.serve.processes import Process, boot_id
 
 SCHEMA = 1
+LOST = "was lost"
+"""Begins what is said of a server whose engine went away from below it."""
 KEY_FILE = "api-key"
 PHASES = ("starting", "proven", "ended")
 

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from bakehouse.places import Places
 from bakehouse.plan.container import SERVER
 from bakehouse.ports.docker import ContainerSpec
 from bakehouse.serve import containers, launch
+from bakehouse.serve.container import Runner
 from bakehouse.serve.control import folders, look, stop
-from bakehouse.serve.state import read
+from bakehouse.serve.state import Ended, read, write
 from tests.support.docker_engine import Engine
 from tests.support.recipes import write_recipe
 from tests.support.vllm import fake_model, recipe_data
@@ -266,7 +268,7 @@ def test_a_killed_keeper_takes_its_container_along(house: House) -> None:
     _until(lambda: house.boxes() == [])
 
 
-@pytest.mark.parametrize("trace", ["state", "no-state", "no-folder"])
+@pytest.mark.parametrize("trace", ["state", "no-state", "no-folder", "engine-lost"])
 def test_after_a_crash_of_everything_it_is_found_and_removed(house: House, trace: str) -> None:
     code, document, _ = house.serve()
     assert code == 0, document["error"]
@@ -280,6 +282,11 @@ def test_after_a_crash_of_everything_it_is_found_and_removed(house: House, trace
     _until(lambda: not look(house.server()).processes)
     if trace == "no-state":
         (house.server() / "state.json").unlink()
+    if trace == "engine-lost":
+        # As its follower judges where the engine no longer answers; the container may run on.
+        _, says = Runner(house.server(), str(state.container), 1.0)._judge(None, gone=False)
+        ended = Ended(at="", why="exited", code=1, says=says)
+        write(house.server(), replace(state, phase="ended", ended=ended))
     if trace == "no-folder":
         house.server().rename(house.folder / "moved")
 
