@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tests.support.recipes import write_recipe
 pytestmark = [pytest.mark.integration, pytest.mark.docker, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
+TOOLS = "--enable-auto-tool-choice --tool-call-parser hermes"
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
 COMMAND = (
     "{{ server }} serve {{ weights.model.path }} --dtype {{ vars.dtype }} --enforce-eager "
@@ -45,10 +46,10 @@ class House:
 
     def write(
         self, name: str, *, model: Path | None = None, more: str = "", serve: Any = (),
-        container: Any = (), dtype: str = "float32",
+        container: Any = (), dtype: str = "float32", suites: Iterable[str] = (),
     ) -> None:  # fmt: skip
         questions = YAML(typ="safe").load(ROOT / "recipes" / "smollm2-cpu.yaml")["probe"]
-        suites = ["facts", "fluency", "likelihood"]
+        asked = [*(suites or ("facts", "fluency", "likelihood"))]
         data = {
             "schema": 1, "name": name, "engine": "vllm", "image": {"ref": {"x86_64": self.image}},
             "container": {"shm_size": "1GiB", "env": ENV, **dict(container)},
@@ -57,7 +58,7 @@ class House:
                 "port": 0, "context": 2048, "ready_timeout": "5m", "vars": {"dtype": dtype},
                 "command": f"{COMMAND} {more}", **dict(serve),
             },
-            "probe": {**questions, "suites": suites + ["speculation"] * ("ngram" in more)},
+            "probe": {**questions, "suites": asked + ["speculation"] * ("ngram" in more)},
         }  # fmt: skip
         write_recipe(self.folder, data, name)
 
@@ -92,7 +93,9 @@ def seen(document: dict[str, Any], id_: str) -> str:
 
 
 def test_served_with_speculation_proven_measured_and_stopped(house: House, capsys: Any) -> None:
-    house.write("spec", more=f"--speculative-config '{NGRAM}'", serve={"speculation": "ngram"})
+    more = f"{TOOLS} --speculative-config '{NGRAM}'"
+    every = ("facts", "fluency", "likelihood", "json", "tools", "determinism", "concurrency")
+    house.write("spec", more=more, serve={"speculation": "ngram"}, suites=every)
     code, document = house.call(capsys, "serve", "spec")
 
     assert code == 0, document["error"]
@@ -105,6 +108,10 @@ def test_served_with_speculation_proven_measured_and_stopped(house: House, capsy
     assert 2.0 < measured["likelihood"]["figures"]["nats_per_token"] < 3.2
     code, _ = house.call(capsys, "probe", "spec", accept_golden=True)
     assert code == 0
+    house.write("spec", more=more, serve={"speculation": "ngram"}, suites=("facts", "reference"))
+    code, document = house.call(capsys, "probe", "spec")
+    assert code == 0, document["error"]
+    assert seen(document, "probe.reference.tokens") == "100%"
     code, document = house.call(capsys, "stop", "spec")
     assert (code, document["result"]["servers"][0]["killed"]) == (0, False)
 

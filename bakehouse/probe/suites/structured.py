@@ -34,6 +34,7 @@ TOOL: dict[str, Any] = {
     "function": {
         "name": "get_weather",
         "description": "Tells the weather in a city",
+        "strict": True,
         "parameters": {
             "type": "object",
             "properties": {
@@ -45,6 +46,7 @@ TOOL: dict[str, Any] = {
         },
     },
 }
+"""`strict` binds the arguments to the schema: without it vLLM 0.32 takes what the model writes."""
 TOOL_TASK = "What is the weather in Paris? Use celsius."
 
 
