@@ -33,12 +33,15 @@ _SHAPES = re.compile(
     r"(?P<keep>\bauthorization[\"']?\s*[:=]\s*[\"']?(?:(?:bearer|basic)\s+)?"
     r"|\bbearer\s+(?=\S*\d))(?:[A-Za-z0-9._~+/=-]{8,})"
     r"|(?P<scheme>\bhttps?://|\b[a-z][a-z0-9+.-]*://(?=[^\s/@'\"]*:))[^\s/@'\"]+@"
+    r"|(?P<query>[?&](?:[\w.%-]*[-_.])?"
+    r"(?:token|sig|signature|password|secret|api[-_]?key|credential)=)"
+    r"[^\s&#'\"]+"
     r"|\bhf_[A-Za-z0-9]{16,}"
     r"|\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,})",
     re.IGNORECASE,
 )
 """What is a secret by its looks: authorization values, passwords in URLs (a user alone only where
-it may be a token, not in ssh://git@host), well-known tokens."""
+it may be a token, not in ssh://git@host), tokens in a URL's query, well-known tokens."""
 
 
 def clean(text: str, *, one_line: bool = False) -> str:
@@ -148,7 +151,7 @@ def _is_secret_flag(word: str) -> bool:
 def _hide_shape(found: re.Match[str]) -> str:
     if found["scheme"]:
         return f"{found['scheme']}{HIDDEN}@"
-    return f"{found['keep'] or ''}{HIDDEN}"
+    return f"{found['keep'] or found['query'] or ''}{HIDDEN}"
 
 
 def _spellings(secret: str) -> set[str]:

@@ -48,6 +48,9 @@ def test_a_short_secret_hides_words_and_leaves_text_alone() -> None:
         ("git clone https://user:hunter2@example.org/x.git", "hunter2"),
         ("token hf_" + "a1B2" * 6 + " used", "a1B2"),
         ("ghp_" + "Z9" * 18, "Z9"),
+        ("https://h/x.diff?token=hunter2", "hunter2"),
+        ("https://h/x?a=1&X-Amz-Signature=hunter2&b=2", "hunter2"),
+        ("https://h/x?private_token=hunter2#top", "hunter2"),
     ],
 )
 def test_secrets_are_known_by_their_looks(text: str, secret: str) -> None:
@@ -59,6 +62,7 @@ def test_secrets_are_known_by_their_looks(text: str, secret: str) -> None:
     [
         "This is a basic concept of thermodynamics, and the bearer certificates are yours.",
         "see https://example.org/a@b?c=d and ssh://host/x",
+        "https://example.org/?tokens=3&signatures=2&max_tokens=20&design=x and token=3",
         "Authorization: is a header; ssh://git@github.com/x/y.git; git@host:x",
         "hf_hub is a folder, ghp is a prefix",
         "commit 8a8d0bcc4d5fdf024c457526245bec4bc3a12adc sha256 " + "b179c952" * 8,
