@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
+
+from bakehouse.errors import BuildFailed
+from bakehouse.redact import clean
 
 FOLDER = Path(__file__).resolve().parents[2] / "docker"
 """Beside the package, not in it: a package of that name would stand before the Docker SDK."""
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill a template; commands go through `tojson`, so that no shell reads them."""
+    """Fill a template; commands go through `tojson`, so that no shell reads them.
+
+    Raises BuildFailed for a value with a line break or a space in it, such as a user that a foreign
+    image's configuration names: it would be an instruction of its own.
+    """
+    for name, value in values.items():
+        if isinstance(value, str) and not re.fullmatch(r"[!-~]+", value):
+            raise BuildFailed(
+                f"the image's {name} cannot stand in a Dockerfile",
+                where=f"{template}: '{clean(value, one_line=True)}'", id="image-odd",
+                hint="use another base image, or tell its publisher",
+            )  # fmt: skip
     import jinja2  # slow to import, and few plans need it
 
     environment = jinja2.Environment(

@@ -116,6 +116,13 @@ InnerPath = Annotated[Filled, AfterValidator(_inside)]
 Variable = Annotated[
     str, _matches(_VARIABLE, "a name has letters, digits and '_' only, and no digit first")
 ]
+_USER = r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?::[A-Za-z0-9_][A-Za-z0-9_.-]*)?"
+User = Annotated[
+    Text,
+    _matches(_USER, "a user is a name or a number, with :GROUP behind it at most"),
+    WithJsonSchema({"type": ["string", "number"], "pattern": f"^(?:{_USER})$"}),
+]
+"""Who a container runs as."""
 Definition = Annotated[
     Any, BeforeValidator(_definition), WithJsonSchema({"type": ["string", "number", "boolean"]})
 ]

@@ -19,6 +19,7 @@ from bakehouse.recipe.fields import (
     Requirement,
     Sha256,
     Url,
+    User,
     Variable,
 )
 from bakehouse.recipe.gate import Probe, default_suites
@@ -244,7 +245,7 @@ class Container(Frozen):
     """Bytes of /dev/shm; without it the engine gives 64 MiB."""
     memory: Size | None = None
     """What the container may use at most; beyond it the kernel ends it."""
-    user: Text | None = None
+    user: User | None = None
     """In place of the image's own: a name, or UID:GID."""
     volumes: tuple[Text, ...] = ()
     """Caches and the like: SOURCE:TARGET, with :ro behind it read-only."""

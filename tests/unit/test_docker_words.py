@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from bakehouse.build.image_build import cuda_pair
 from bakehouse.build.image_files import ImageFile, differences, tree_digest
@@ -15,13 +16,14 @@ from bakehouse.checks import Verdict
 from bakehouse.engines.configured import Configured
 from bakehouse.errors import BuildFailed, HostError, UsageError
 from bakehouse.lock import ImagePin, Lock
+from bakehouse.plan.dockerfile import render
 from bakehouse.plan.image_build import expected_of, plan_image_build
 from bakehouse.ports.docker import ContainerSpec, Mount, Published
 from bakehouse.ports.docker_engine import registry_of
 from bakehouse.ports.docker_errors import explain, unreachable
 from bakehouse.ports.docker_facts import container_facts, create_body, engine_facts, gpu_request
 from bakehouse.ports.docker_where import DEFAULT, find_endpoint
-from bakehouse.recipe.model import Build, Recipe
+from bakehouse.recipe.model import Build, Container, Recipe
 from bakehouse.sources.oci import parse
 from tests.support.recipes import recipe_data
 from tests.support.small_engine import FAKE_HOST, small_lock
@@ -256,3 +258,26 @@ def test_cuda_in_a_builder_names_both_halves() -> None:
     expected = expected_of(recipe.build or Build(), image_lock(), "x86_64")
     assert expected.forced["CMAKE_CUDA_COMPILER"] == "/usr/local/cuda/bin/nvcc"
     assert expected.forced["CUDAToolkit_ROOT"] == "/usr/local/cuda"
+
+
+@pytest.mark.parametrize("user", ["root\nRUN curl x", "a b", "x\x00", "\u2028"])
+def test_an_image_cannot_add_instructions_to_our_dockerfile(user: str) -> None:
+    with pytest.raises(BuildFailed) as error:
+        render("vllm.Dockerfile.j2", base="b@sha256:1", user=user, overlay=False, mods=())
+    assert error.value.id == "image-odd"
+    assert "\n" not in str(error.value.where)
+    text = render("vllm.Dockerfile.j2", base="b@sha256:1", user="1000:1000", overlay=False, mods=())
+    assert text.splitlines()[-1] == "USER 1000:1000"
+
+
+@pytest.mark.parametrize(
+    ("user", "good"),
+    [("1000", True), ("1000:100", True), ("vllm", True), ("a:b:c", False), ("-1", False),
+     ("root --privileged", False), ("", False), ("a\nb", False)],
+)  # fmt: skip
+def test_who_a_container_runs_as(user: str, good: bool) -> None:
+    if good:
+        assert Container(user=user).user == user
+        return
+    with pytest.raises(ValidationError):
+        Container(user=user)
