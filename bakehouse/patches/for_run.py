@@ -100,7 +100,7 @@ def _changed(ctx: Context, loaded: Loaded, want: Asked) -> Loaded:
     for name in want.add:
         made = _added(ctx, name, recipe.engine, want.allow)
         if any(p.key(recipe.engine) == made.key(recipe.engine) for p in patches):
-            ctx.progress.say(f"patch {name} is among the recipe's own already")
+            ctx.progress.say(f"patch {name} is there already")
         else:
             patches.append(made)
     return dataclasses.replace(loaded, recipe=recipe.with_patches(tuple(patches)))

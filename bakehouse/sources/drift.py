@@ -79,7 +79,12 @@ def _patch_drift(recipe: Recipe, source: Source, lock: Lock) -> Iterator[Differe
     now_patches = [patch.key(recipe.engine) for patch in source.patches]
     locked_patches = [patch.file.path for patch in lock.patches]
     if now_patches != locked_patches:
-        yield "patch-changed", "source.patches", ", ".join(locked_patches), ", ".join(now_patches)
+        yield (
+            "patch-changed",
+            "source.patches",
+            ", ".join(locked_patches) or "none",
+            ", ".join(now_patches) or "none",
+        )
         return
     for number, (patch, was) in enumerate(zip(source.patches, lock.patches, strict=True)):
         where = f"source.patches.{number}"
@@ -90,6 +95,8 @@ def _patch_drift(recipe: Recipe, source: Source, lock: Lock) -> Iterator[Differe
         commit = source.commit or was.base or ""
         if was.base and isinstance(lock.source, GitPin) and not was.base.startswith(commit):
             yield "patch-base-changed", where, was.base, commit
+        elif was.base and was.base != lock.base:  # a lock that was merged or edited by hand
+            yield "patch-base-changed", where, was.base, lock.base or "none"
 
 
 def _origin(weights: Weights) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bakehouse.base import digest
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError
 from bakehouse.lock import ArchivePin, GitPin, Lock, PatchPin
@@ -27,6 +28,8 @@ from bakehouse.sources.mirror import (
     tree_is_whole,
 )
 from bakehouse.sources.patches import apply_patches
+
+MADE = "refs/bakehouse/made"
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ def ensure_tree(ctx: Context, lock: Lock) -> None:
             where=lock.recipe,
             hint="write it anew with 'invoke lock --update'",
         )
-    if not tree_is_whole(git, repository_of(ctx.places, source), lock.source_tree):
+    repository = repository_of(ctx.places, source)
+    known = _made_before(git, repository, source.tree, lock.patches)
+    if known != lock.source_tree or not tree_is_whole(git, repository, lock.source_tree):
         made = patched_tree(ctx, git, source, lock.patches)
         _same("the patched source tree", lock.source_tree, made, lock.recipe)
 
@@ -91,7 +96,23 @@ def patched_tree(
     with guarded(ctx, repository.with_suffix(".lock"), "the source tree"):
         made = apply_patches(ctx, git, repository, source.tree, patches)
         git.ask(repository, "update-ref", f"{TREES}/{made}", made)
+        git.ask(repository, "update-ref", _made_ref(source.tree, patches), made)
     return made
+
+
+def _made_ref(tree: str, patches: Sequence[PatchPin]) -> str:
+    """The ref that notes which tree these patches made of another.
+
+    That a tree is there says nothing of what it was made from: the unpatched one always is.
+    """
+    return f"{MADE}/{digest([tree, *([pin.file.sha256, pin.allow] for pin in patches)])}"
+
+
+def _made_before(git: Git, repository: Path, tree: str, patches: Sequence[PatchPin]) -> str | None:
+    try:
+        return git.object_id(repository, _made_ref(tree, patches)) if patches else tree
+    except GitFailed:
+        return None
 
 
 def _ensure_git(ctx: Context, git: Git, pin: GitPin) -> None:

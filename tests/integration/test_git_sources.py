@@ -19,10 +19,12 @@ from bakehouse.errors import BakehouseError, HostError, LockError, NotFound, Usa
 from bakehouse.lock import GitPin, Lock
 from bakehouse.ports.git import Git
 from bakehouse.recipe.model import Source
+from bakehouse.recipe.patches import Patch
 from bakehouse.sources.gitpin import pin_git
 from bakehouse.sources.mirror import ensure_commit, mirror_folder
+from bakehouse.sources.patches import pin_patches, stored
 from bakehouse.sources.refs import find_ref, find_short
-from bakehouse.sources.tree import ensure_tree, materialise
+from bakehouse.sources.tree import ensure_tree, materialise, patched_tree
 from tests.support.clocks import ImpatientClock
 from tests.support.filehost import raw, redirect, status
 from tests.support.githost import DATE, File, GitHost, Repo, git, serve_git
@@ -516,6 +518,40 @@ def test_a_folder_with_something_in_it_is_not_written_over(
     with pytest.raises(HostError, match="not empty"):
         materialise(ctx, lock, tmp_path / "out")
     assert (tmp_path / "out" / "mine").read_text() == "precious"
+
+
+@pytest.mark.parametrize("which", ["unpatched", "another"])
+def test_a_tree_that_is_here_and_not_what_the_patches_make(
+    ctx: Context, repo: Repo, tmp_path: Path, which: str
+) -> None:
+    source = pin(ctx, repo, repo.commit(FILES))
+    patched, other = (patched_lock(ctx, tmp_path, source, text) for text in ("2", "3"))
+    wrong = source.tree if which == "unpatched" else other.source_tree
+    edited = patched.model_copy(update={"source_tree": wrong})
+    with pytest.raises(LockError, match="not what is pinned"):
+        ensure_tree(ctx, edited)
+    plain = lock_of(source).model_copy(update={"source_tree": other.source_tree})
+    with pytest.raises(LockError, match="not what is pinned"):
+        ensure_tree(ctx, plain)
+    materialise(ctx, patched, tmp_path / "out")
+    assert "return 2" in (tmp_path / "out" / "src" / "main.c").read_text()
+
+
+def test_a_patched_tree_needs_its_diff_once(ctx: Context, repo: Repo, tmp_path: Path) -> None:
+    lock = patched_lock(ctx, tmp_path, pin(ctx, repo, repo.commit(FILES)), "2")
+    stored(ctx.places, lock.patches[0].file.sha256).unlink()
+    ensure_tree(ctx, lock)
+
+
+def patched_lock(ctx: Context, folder: Path, source: GitPin, text: str) -> Lock:
+    """Pin a patch that makes main return another number."""
+    (folder / "p.patch").write_text(
+        "--- a/src/main.c\n+++ b/src/main.c\n@@ -1 +1 @@\n"
+        f"-int main(void) {{ return 0; }}\n+int main(void) {{ return {text}; }}\n"
+    )
+    pins = pin_patches(ctx, folder, [Patch(file="p.patch")])
+    made = patched_tree(ctx, Git(ctx.processes, ctx.environment), source, pins)
+    return lock_of(source).model_copy(update={"patches": pins, "source_tree": made})
 
 
 def test_a_tree_that_is_not_the_pinned_one(ctx: Context, repo: Repo) -> None:

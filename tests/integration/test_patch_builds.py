@@ -25,6 +25,7 @@ from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
 from tests.support.clocks import ImpatientClock
 from tests.support.filehost import status
 from tests.support.githost import Repo, git
+from tests.support.heard import Heard
 from tests.support.pullhost import PullHost, serve_pulls
 from tests.support.small_engine import FILES
 
@@ -150,6 +151,16 @@ def test_a_patch_for_one_run(ctx: Context) -> None:
     assert built(ctx).result["digest"] == plain.result["digest"]
     named = built(ctx, patch=(f"{LLAMA}#7",), dry_run=True)
     assert named.result["digest"] == dry.result["digest"]
+
+
+def test_a_patch_named_twice_for_one_run(ctx: Context) -> None:
+    lock.run(ctx, lock.Options("small"))
+    pin(ctx, 7)
+    heard = Heard()
+    once = built(ctx, patch=("7",), dry_run=True)
+    twice = built(replace(ctx, progress=heard), patch=("7", f"{LLAMA}#7"), dry_run=True)
+    assert twice.result["digest"] == once.result["digest"]
+    assert f"patch {LLAMA}#7 is there already" in heard.lines  # the recipe itself has none
 
 
 def test_a_patch_left_out_for_one_run(ctx: Context) -> None:

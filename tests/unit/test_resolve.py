@@ -225,6 +225,15 @@ def test_drift_of_pinned_patches(source: dict[str, Any], reasons: list[str]) -> 
     assert [d.reason for d in found] == reasons
 
 
+@pytest.mark.parametrize("source", [{}, {"source": ARCHIVE_PIN}])
+def test_a_patch_that_was_pinned_on_another_base(source: dict[str, Any]) -> None:
+    wanted = {"archive": ARCHIVE} if source else GIT
+    one = recipe(**BASE | {"source": {**wanted, "patches": [{"pr": 7}]}})
+    elsewhere = lock(one, patches=[{**PINNED, "base": C2}], **source)
+    assert [d.reason for d in drift(one, elsewhere)] == ["patch-base-changed"]
+    assert drift(one, lock(one, patches=[PINNED], **source)) == ()
+
+
 def test_what_patches_are_applied_to() -> None:
     one = recipe(**BASE)
     assert lock(one).base == C1
