@@ -14,6 +14,7 @@ from invoke.context import Context
 from invoke.tasks import task
 
 RECIPE = "a name in recipes/, or a path to a recipe"
+SERVER = f"{RECIPE}; NAME@INSTANCE is what serve --instance started"
 SET = "override one key, e.g. serve.context=65536 (YAML; may be repeated)"
 LOCKED = "refuse to create or change the lock"
 PATCHES = {
@@ -186,14 +187,14 @@ def serve(
     _main("serve", locals())
 
 
-@_task(recipe=f"{RECIPE}; without it, all servers")
+@_task(recipe=f"{SERVER}; without it, all servers")
 def status(_: Context, recipe: str | None = None, json: bool = False, debug: bool = False) -> None:
     """Say which servers run, and how others came to an end."""
     _main("status", locals())
 
 
 @_task(
-    recipe=RECIPE,
+    recipe=SERVER,
     lines="only so many of the last lines",
     follow="go on printing until the server ends or you interrupt",
 )
@@ -209,7 +210,7 @@ def logs(
     _main("logs", locals())
 
 
-@_task(recipe=RECIPE, all_="every server that runs")
+@_task(recipe=SERVER, all_="every server that runs")
 def stop(
     _: Context,
     recipe: str | None = None,

@@ -155,7 +155,7 @@ def _read_watch(options: Options) -> None:
     if options.foreground:
         raise UsageError("--watch and --foreground do not go together",
                          hint="serve it, then: invoke watch --recipe NAME")  # fmt: skip
-    watch.read_wish(watch.Options(recipe=options.recipe, every=options.watch))
+    watch.read_wish(watch.Options(recipe=options.recipe, every=options.watch), "--watch")
 
 
 def _watch(ctx: Context, options: Options, ready: Outcome) -> Outcome:

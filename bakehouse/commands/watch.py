@@ -86,12 +86,12 @@ def run(ctx: Context, options: Options) -> Outcome:
     return Outcome(watch.result(record), watch.says, record.judged, error=watch.error)
 
 
-def read_wish(options: Options) -> Wish:
-    """Read the options. Raises UsageError."""
+def read_wish(options: Options, flag: str = "--every") -> Wish:
+    """Read the options; `flag` gave the time between. Raises UsageError."""
     try:
         every = parse_duration(options.every)
     except ValueError as error:
-        raise UsageError(f"--every: {error}", hint="such as --every 10m") from None
+        raise UsageError(f"{flag}: {error}", hint=f"such as {flag} 10m") from None
     count = options.count
     if count and not (count.isascii() and count.isdigit() and 0 < int(count) < 10**9):
         raise UsageError(f"--count takes a whole number above 0, not '{count}'")
@@ -140,7 +140,8 @@ class Watch:
         """One sentence."""
         counts = ", ".join(f"{n} {word}" for word, n in self._counts.items() if n)
         last = f"; last failure: {self.error.what}" if self.error else ""
-        return f"{sum(self._counts.values())} rounds: {counts or 'none'}{last}"
+        rounds = sum(self._counts.values())
+        return f"{rounds} round{'' if rounds == 1 else 's'}: {counts or 'none'}{last}"
 
     def result(self, record: Run) -> dict[str, Any]:
         """Plain data."""

@@ -258,6 +258,7 @@ def ask(
     """
     connections = Connections()
     outcome: list[Reply | Unreachable] = []
+    done = threading.Event()  # is_alive() is wrong after a join that a signal interrupted (3.11)
 
     def work() -> None:
         try:
@@ -266,15 +267,16 @@ def ask(
             outcome.append(why(error))
         except (OSError, ValueError, Unreachable) as error:
             outcome.append(why(error))
+        finally:
+            done.set()
 
-    worker = threading.Thread(target=work, name="http-ask", daemon=True)
-    worker.start()
+    threading.Thread(target=work, name="http-ask", daemon=True).start()
     try:
-        worker.join(timeout)
+        done.wait(timeout)
     finally:
-        if worker.is_alive():
+        if not done.is_set():
             connections.cut()
-            worker.join(0.2)
+            done.wait(0.2)
     if connections.cut_off or not outcome:
         raise Unreachable(f"no complete answer within {timeout:g} s")
     if isinstance(outcome[0], Unreachable):

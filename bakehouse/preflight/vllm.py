@@ -101,6 +101,6 @@ def _shared_memory(recipe: Recipe, command: Command) -> Iterator[Conflict]:
         yield Conflict(
             ("container",) if container else COMMAND,
             f"{workers} workers talk through /dev/shm, of which the container has 64 MiB: NCCL "
-            "fails with 'unhandled system error' (known from: faults C18-shm-too-small)",
+            "fails with 'unhandled system error'",
             "set container.ipc: host, or container.shm_size: 16GiB",
         )

@@ -116,6 +116,28 @@ def test_the_timeout_bounds_the_whole_exchange(
     assert time.monotonic() - started < 10  # the fault lasts far longer
 
 
+def test_an_interrupted_exchange_is_cut_at_once(http: RealHttp) -> None:
+    """Else a server that is told to end would wait for it."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                http.ask("GET", f"http://127.0.0.1:{mute.getsockname()[1]}/", timeout=30)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        connection, _ = mute.accept()
+        with connection:
+            connection.settimeout(3)
+            assert connection.recv(4096).startswith(b"GET / ")
+            assert connection.recv(4096) == b""
+
+
 def test_redirects_are_followed_and_credentials_stay_behind(http: RealHttp) -> None:
     with serve_files() as one, serve_files() as other:
         other.put("/there", b"here")

@@ -318,7 +318,7 @@ def test_ctrl_c_leaves_a_record_and_the_server(ctx: Context) -> None:
 
     with pytest.raises(Interrupted) as caught:
         watch(ctx, interrupt, count=9)
-    assert "after 1 rounds: 1 right" in caught.value.what
+    assert "after 1 round: 1 right" in caught.value.what
     latest = Index(ctx.places).latest(task="watch", recipe="fake")
     assert latest is not None
     kept = json.loads((ctx.places.runs / latest.id / "record.json").read_text())
