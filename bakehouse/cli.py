@@ -218,6 +218,8 @@ _HOST = {
     errno.EPERM: "not permitted",
     errno.EMFILE: "too many open files",
     errno.ENFILE: "too many open files on this machine",
+    errno.EEXIST: "a file is where a folder should be",
+    errno.ENOTDIR: "a file is where a folder should be",
     errno.ENOMEM: "out of memory",
     errno.EIO: "the disk cannot be read or written",
 }
@@ -237,7 +239,7 @@ def _explain(error: BaseException) -> BakehouseError | None:
         return HostError(
             _HOST[error.errno],
             where=str(error.filename) if error.filename else None,
-            hint="free space, mend the permissions, or set BAKEHOUSE_HOME to another folder",
+            hint="free space, mend what is there, or set BAKEHOUSE_HOME to another folder",
         )
     return None
 

@@ -14,6 +14,7 @@ from bakehouse.errors import BakehouseError, Interrupted, NotCorrect, NotHealthy
 from bakehouse.outcome import Outcome
 from bakehouse.patches import for_run
 from bakehouse.ports.process import environment
+from bakehouse.preflight.combinations import load_good
 from bakehouse.recipe.load import find, load
 from bakehouse.recipe.scalars import parse_duration
 from bakehouse.records.store import Run
@@ -68,6 +69,9 @@ class Wish:
 def run(ctx: Context, options: Options) -> Outcome:
     """Watch. Exit 0 where every round was right; else that of the last failure."""
     wish = read_wish(options)
+    if patches := for_run.asked(options):
+        # A restart would stumble over them, when nobody looks any more.
+        load_good(find(options.recipe, ctx.recipes), options.set_, patches.change(ctx))
     watch = Watch(ctx, options, wish)
     with (
         suppress(NotCorrect, NotHealthy),

@@ -163,6 +163,9 @@ def test_a_watch_serves_again_with_the_same_patches(home: Path, invoke: Invoke) 
     assert facts["left_out_of_this_run"] == ["7"]
     code, said, _ = invoke("watch", url="http://127.0.0.1:1", patch=["7"])
     assert code == 2
+    code, said, _ = invoke("watch", recipe="tiny", every="1s", patch=["nope"])
+    assert code != 0
+    assert "nope" in f"{said['error']['what']} {said['error']['where']}", "before it is needed"
 
 
 @pytest.mark.parametrize("token", ["ghp_abcdefghijklmnopqrstuvwxyz0123456789", "hunter2"])
