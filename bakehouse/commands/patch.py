@@ -61,7 +61,9 @@ def run(ctx: Context, options: Options) -> Outcome:
     lines = [*_pin_lines(made, dry=options.dry_run), "", *table(rows)]
     result = _result(made, rows)
     checks = tuple(row.check() for row in rows)
-    error = _refusal(rows[0], key) if options.recipe and not rows[0].good else None
+    # A patch of an image meets its files when the derived image is built, which the judge does.
+    later = options.judge and loaded is not None and loaded.recipe.tree is None
+    error = _refusal(rows[0], key) if options.recipe and not rows[0].good and not later else None
     outcome = Outcome(result, "\n".join(lines), checks, error=error, told=True)
     if loaded and options.judge and error is None:
         from bakehouse.commands import patch_judge  # it brings in all of `serve`
@@ -169,7 +171,8 @@ def _refusal(row: Tried, key: str) -> BakehouseError:
     if row.fit is None:
         return HostError(
             f"whether patch {key} applies to recipe {row.recipe} is not known: {row.why}",
-            where=row.recipe, hint=f"run 'invoke fetch --recipe {row.recipe}' first",
+            where=row.recipe, hint=f"run 'invoke fetch --recipe {row.recipe}' first; for an image, "
+            "--judge builds the derived one, and tells",
             id="patch-not-tried",
         )  # fmt: skip
     loose = row.word in ("applies with offset", "applies with fuzz")

@@ -44,7 +44,8 @@ _FOREIGN = bytes(range(0x0E, 0x18))
 _ZEROS = (b"0000", b"000", b"00", b"00", b"00")
 _VARIES = re.compile(
     r"(?P<addr>\b0x[0-9a-f]+\b)"
-    r"|(?P<id>(?<![a-z0-9])(?=[0-9a-f-]*0)(?=[0-9a-f-]*[a-f])[0-9a-f]{7,}(?:-[0-9a-f]+)*(?![a-z0-9]))"
+    r"|(?P<id>\b(?:chat)?cmpl-[0-9a-z-]+"
+    r"|(?<![a-z0-9])(?=[0-9a-f-]*0)(?=[0-9a-f-]*[a-f])[0-9a-f]{7,}(?:-[0-9a-f]+)*(?![a-z0-9]))"
     r"|(?P<size>[-+]?\b0(?:\.0)?\s?(?:[KMGT]i?B|bytes|B)\b)"
     r"|(?P<n>(?<![\w.])[-+]?0(?:[.,:/-]0)*(?:e[-+]?0)?|0(?:[.,:]0)*)",
     re.IGNORECASE,
@@ -196,7 +197,7 @@ def kind_of(line: bytes, own: Sequence[str] = ()) -> tuple[Level, str]:
     whole = decoded(without_colours(line))
     body = message(whole)
     for name in own:
-        if name in body:
+        if name and name in body:
             body = body.replace(name, "<own>")
     flat = outline(body.encode(errors="replace")).decode(errors="replace")
     text = _VARIES.sub(lambda found: f"<{found.lastgroup}>", flat)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from bakehouse import cli
+from bakehouse.commands import patch_judge
 from bakehouse.commands import serve as serve_command
 from bakehouse.commands.patch_judge import Verdict, judge_case
 from bakehouse.context import Context
@@ -268,6 +269,27 @@ def test_the_verdict_stands_in_the_manifest(
 def test_what_cannot_be_judged(home: Path, options: dict[str, object]) -> None:
     flags = {"file": str(home / "fix.patch"), "judge": True, **options}
     assert cli.main("patch", flags, json=True, recipes=home) == 2
+
+
+def test_a_patch_of_an_image_is_tried_where_the_derived_image_is_built(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its own source nothing can be tried beforehand; the judge builds, and knows."""
+    (home / "boxed.yaml").write_text(
+        "schema: 1\nname: boxed\nengine: vllm\nimage: {ref: {x86_64: 'a/b:1', aarch64: 'a/b:1'}}\n"
+        "weights: {model: {path: m}}\n"
+        "serve: {command: '{{ server }} serve {{ weights.model.path }}'}\n"
+    )
+    flags = {"file": str(home / "fix.patch"), "recipe": "boxed"}
+    assert cli.main("patch", flags, json=True, recipes=home) == 9
+    assert "--judge" in json.loads(capsys.readouterr().out)["error"]["hint"]
+
+    def judge_pinned(*given: Any) -> Any:
+        return given[-1]
+
+    monkeypatch.setattr(patch_judge, "judge_pinned", judge_pinned)
+    assert cli.main("patch", {**flags, "judge": True}, json=True, recipes=home) == 0
+    assert json.loads(capsys.readouterr().out)["checks"][0]["verdict"] == "unknown"
 
 
 def test_this_machines_troubles_are_no_verdict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import tracemalloc
 from collections import Counter
@@ -197,3 +198,18 @@ def test_the_accelerator_gives_what_each_line_alone_gives() -> None:
     lines = (LOGS / "llama-server-verbose.log").read_text().splitlines()
     alone = Counter(kind_of(line.encode()) for line in lines if line.strip())
     assert Counter({(k.level, k.text): k.count for k in kinds_of(lines)}) == alone
+
+
+def test_requests_of_an_openai_server_are_of_one_kind_whatever_their_ids() -> None:
+    rng = random.Random(7)
+    ids = ["".join(rng.choices("0123456789abcdef", k=16)) for _ in range(200)]
+    lines = [f"ERROR 11-30 03:09 [core.py:514] head 1 of request chatcmpl-{i}-{i[:8]} gave up"
+             for i in ids]  # fmt: skip
+    lines += [f"INFO: finished cmpl-{i}, 12 tokens" for i in ids]
+    found = kinds_of(lines, ("", "chatbot"))
+    assert [(k.level, k.count) for k in found] == [("error", 200), ("other", 200)]
+    assert found[0].text == "head <n> of request <id> gave up"
+
+
+def test_a_name_that_is_empty_is_nobodys() -> None:
+    assert kind_of(b"E all of it failed", ("",)) == kind_of(b"E all of it failed")
