@@ -46,6 +46,8 @@ SERVES = (NotHealthy, NotCorrect, BuildFailed)
 
 INSTANCE = "judge"
 """Begins the names of the servers, so that those that people use are left alone."""
+SETTLE_S = 0.5
+"""Engines write their logs from threads of their own; so long a line may be late, in seconds."""
 LEFT_S = 3600.0
 """After so many seconds a server's folder that nothing runs in has been left behind."""
 
@@ -256,20 +258,22 @@ class _Server:
         ctx, problem = self._ctx, None
         ctx.progress.say(f"== {self._case.name}: serving {self._name} the patch")
         with self._run() as record:
-            wanted = self._wanted()
+            wanted, log = self._wanted(), record.folder / "server.log"
             try:
                 ready = serve.bring(ctx, wanted, self._options, record, heard)
                 record.finish(f"measured: {ready.evidence.summary}")
+                # Up to here: what an engine says while it is stopped is no fault of the patch.
+                ctx.clock.sleep(SETTLE_S)
+                _copy(wanted.folder, log)
                 if ready.link:
                     ready.link.close()
             except SERVES as error:
                 problem = _problem(error, heard)
                 record.finish(f"measured: {error.what}", exit_code=error.exit_code)
+                stop(wanted.folder)
+                _copy(wanted.folder, log)
             finally:
                 stop(wanted.folder)
-                log = record.folder / "server.log"
-                with suppress(OSError):
-                    shutil.copyfile(wanted.folder / "server.log", log)
                 shutil.rmtree(wanted.folder, ignore_errors=True)
             if not heard.speed_only:
                 self._log = log
@@ -298,6 +302,11 @@ class _Server:
             record.pin(lock=digest(self._case.lock(self._name)))
             record.fact("side", f"{self._name} patch {self._case.name}")
             yield record
+
+
+def _copy(folder: Path, log: Path) -> None:
+    with suppress(OSError):
+        shutil.copyfile(folder / "server.log", log)
 
 
 def _problem(error: BakehouseError, heard: Measure) -> str | None:

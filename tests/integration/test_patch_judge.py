@@ -271,6 +271,12 @@ def test_what_cannot_be_judged(home: Path, options: dict[str, object]) -> None:
     assert cli.main("patch", flags, json=True, recipes=home) == 2
 
 
+def test_what_an_engine_says_while_it_is_stopped_is_no_fault(judged: Judge) -> None:
+    """The real vLLM ends with a traceback, sometimes."""
+    found = judged(patched=["last-words=CUDA error: an illegal memory access was encountered"])
+    assert found.judged.word == "no effect", found.judged.reasons
+
+
 def test_a_patch_of_an_image_is_tried_where_the_derived_image_is_built(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,6 +245,8 @@ def eat(rate: int, most: int) -> None:
 
 
 def leave(*_: Any) -> None:
+    if "last-words" in FAULTS:
+        log(f"0.00.009.000 E {FAULTS['last-words']}")
     os._exit(0)
 
 
