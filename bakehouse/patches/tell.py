@@ -57,7 +57,7 @@ def lines(
     """Give what is printed beside the checks. Untrusted text is cleaned."""
     without, patched = sides
     told = [
-        f"patch       {name}, sha256 {pin.file.sha256[:16]}, on {lock.stamp.partition('-')[0]}",
+        f"patch       {name}, sha256 {pin.file.sha256[:16]}, on {lock.stamp.partition('-')[0] or str(lock.base)[:19]}",
         f"without     build {without.build[:16]}, {_how(without)}",
         f"with        build {patched.build[:16]}, {_how(patched)}",
         *_changes(judged.changes),
