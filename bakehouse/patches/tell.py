@@ -56,8 +56,9 @@ def lines(
 ) -> list[str]:
     """Give what is printed beside the checks. Untrusted text is cleaned."""
     without, patched = sides
+    base = lock.stamp.partition("-")[0] or str(lock.base)[:19]
     told = [
-        f"patch       {name}, sha256 {pin.file.sha256[:16]}, on {lock.stamp.partition('-')[0] or str(lock.base)[:19]}",
+        f"patch       {name}, sha256 {pin.file.sha256[:16]}, on {base}",
         f"without     build {without.build[:16]}, {_how(without)}",
         f"with        build {patched.build[:16]}, {_how(patched)}",
         *_changes(judged.changes),
