@@ -27,7 +27,6 @@ from tests.support.docker_engine import Engine
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "vllm"
 REQUIREMENTS = DATA / "cpu-requirements.txt"
-MIRROR = "http://deb.debian.org/debian"
 SUITE = "bookworm"
 PYTHON = "3.11"
 """Debian bookworm's."""
@@ -98,7 +97,7 @@ def debian(cache: Path, packages: str = PACKAGES) -> Path:
 
     def make(folder: Path) -> None:
         argv = ["debootstrap", "--variant=minbase", f"--include={packages}", SUITE, str(folder)]
-        _run([*argv, MIRROR], f"{MIRROR} gave no Debian")
+        _run(argv, "debootstrap could not fetch Debian")
 
     return once(cache / "vllm" / f"debian-{_key(SUITE, packages)}", make)
 
@@ -117,8 +116,8 @@ def packages(cache: Path) -> Path:
                 "--only-binary=:all:", *(f"--platform={name}" for name in platforms),
                 "--requirement", str(REQUIREMENTS),
             ],
-            "its packages cannot be had; torch's CPU build may need "
-            "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu",
+            "its packages cannot be had; torch's CPU build may need PyTorch's own package index "
+            "as PIP_EXTRA_INDEX_URL",
         )  # fmt: skip
 
     return once(cache / "vllm" / f"packages-{_key(pins)}", make)
