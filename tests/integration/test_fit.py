@@ -26,7 +26,7 @@ from tests.support.recipes import make_loaded
 
 pytestmark = pytest.mark.integration
 COMMIT = "5" * 40
-LISTED = {  # sizes by the seed's ladder; GB
+LISTED = {  # sizes as published; GB
     "UD-IQ1_S": [46.5, 46.59], "UD-IQ1_M": [48.5, 49.08], "UD-Q2_K_XL": [27.18] * 4,
     "UD-IQ3_XXS": [40.0, 40.0, 40.37], "UD-Q3_K_XL": [49.0, 49.0, 49.54],
 }  # fmt: skip

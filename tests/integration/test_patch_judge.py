@@ -93,7 +93,7 @@ def test_a_patch_that_does_nothing(judged: Judge, places: Places, builds: Builds
 
 
 def test_errors_that_only_the_patched_server_logs(judged: Judge, places: Places) -> None:
-    """The seed's finding: everything works, and one head fails at each request."""
+    """What was found in the field: everything works, and one head fails at each request."""
     found = judged(patched=["grumbles=llama_decode[1] gave up, rc = -1"])
     outcome = found.outcome()
     assert found.judged.word == "experimental"

@@ -183,7 +183,7 @@ def test_the_addresses_of_diffs_stay_secret_where_they_hold_tokens(
 def test_a_loss_that_was_judged_is_expected_and_no_other_fault_is(
     home: Path, invoke: Invoke
 ) -> None:
-    """The seed's case: what the verdict found in the log ends no server, and is said each time."""
+    """What the verdict found in the log ends no server, and is said each time."""
     served(invoke)
     path = home / "recipes" / "tiny.yaml"
     lock = read_lock(lock_path(path))

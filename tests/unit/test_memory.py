@@ -1,4 +1,4 @@
-"""Memory budgets against the figures that the seeds and the failure corpus give."""
+"""Memory budgets against the figures that were published, and the corpus of failures."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ Q2_K_XL, IQ3_XXS = 108_720_071_427, 120_370_000_000
 
 
 def glm_shape() -> ModelShape:
-    """GLM-5.3-Flash by the seed: 45 layers, three linear to one sparse, one MTP layer.
+    """GLM-5.3-Flash as described: 45 layers, three linear to one sparse, one MTP layer.
 
-    The seed does not give the widths; these are plausible ones.
+    Its widths are not given; these are plausible ones.
     """
     heads = [1 if (i + 1) % 4 == 0 or i == 45 else 0 for i in range(46)]
     keys = {
