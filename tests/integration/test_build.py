@@ -245,7 +245,9 @@ def test_a_definition_that_is_read_and_not_declared(
 ) -> None:
     small["CMakeLists.txt"] = FILES["CMakeLists.txt"] + READS_ALL
     small["cuda.cmake"] = "if (GGML_CUDA_DEBUG)\nendif()\n"
-    build(context, small_plan(context, {"GGML_CUDA_DEBUG": True}))
+    made = build(context, small_plan(context, {"GGML_CUDA_DEBUG": True}))
+    assert not made.reused
+    assert Path(made.server).is_file()
 
 
 def test_a_target_that_does_not_exist(context: Context, small: dict[str, str]) -> None:

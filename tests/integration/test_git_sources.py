@@ -541,6 +541,8 @@ def test_a_patched_tree_needs_its_diff_once(ctx: Context, repo: Repo, tmp_path: 
     lock = patched_lock(ctx, tmp_path, pin(ctx, repo, repo.commit(FILES)), "2")
     stored(ctx.places, lock.patches[0].file.sha256).unlink()
     ensure_tree(ctx, lock)
+    materialise(ctx, lock, tmp_path / "out")
+    assert "return 2" in (tmp_path / "out" / "src" / "main.c").read_text()
 
 
 def patched_lock(ctx: Context, folder: Path, source: GitPin, text: str) -> Lock:

@@ -327,7 +327,8 @@ def test_a_disk_that_takes_no_note_is_no_reason_to_fail(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(known, "write_atomic", full)
-    ensure(ctx, loaded, lock, rehash=True)
+    again = ensure(ctx, loaded, lock, rehash=True)
+    assert Path(again["model"].first).read_bytes() == MODEL
 
 
 @pytest.mark.parametrize(

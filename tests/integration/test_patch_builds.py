@@ -307,6 +307,7 @@ def test_a_vendored_patch_needs_no_host(ctx: Context, host: PullHost, tmp_path: 
     empty = replace(ctx, places=Places(tmp_path / "o" / "cache", tmp_path / "o" / "state"))
     lock.run(empty, lock.Options("small"))
     fetch.run(empty, fetch.Options("small", locked=True))
+    assert stored(empty.places, str(read_manifest(manifest_file(ctx, 7)).sha256)).is_file()
 
 
 def test_a_patch_of_which_only_hearsay_is_known(ctx: Context) -> None:

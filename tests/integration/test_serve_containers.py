@@ -26,7 +26,7 @@ from bakehouse.ports.docker import ContainerSpec
 from bakehouse.serve import containers, launch
 from bakehouse.serve.container import Runner
 from bakehouse.serve.control import folders, look, stop
-from bakehouse.serve.state import Ended, read, write
+from bakehouse.serve.state import Ended, State, read, write
 from tests.support.docker_engine import Engine
 from tests.support.recipes import write_recipe
 from tests.support.vllm import fake_model, recipe_data
@@ -268,18 +268,24 @@ def test_a_killed_keeper_takes_its_container_along(house: House) -> None:
     _until(lambda: house.boxes() == [])
 
 
-@pytest.mark.parametrize("trace", ["state", "no-state", "no-folder", "engine-lost"])
-def test_after_a_crash_of_everything_it_is_found_and_removed(house: House, trace: str) -> None:
-    code, document, _ = house.serve()
-    assert code == 0, document["error"]
+def crash(house: House) -> State:
+    """Kill keeper and follower before either can clean up; give the state as it was."""
     state = read(house.server())
     assert state
     assert state.keeper
     assert state.server
-    os.kill(state.server.pid, signal.SIGSTOP)  # so that it cannot clean up
+    os.kill(state.server.pid, signal.SIGSTOP)
     state.keeper.send(signal.SIGKILL)
     state.server.send(signal.SIGKILL)
     _until(lambda: not look(house.server()).processes)
+    return state
+
+
+@pytest.mark.parametrize("trace", ["state", "no-state", "no-folder", "engine-lost"])
+def test_after_a_crash_of_everything_it_is_found_and_removed(house: House, trace: str) -> None:
+    code, document, _ = house.serve()
+    assert code == 0, document["error"]
+    state = crash(house)
     if trace == "no-state":
         (house.server() / "state.json").unlink()
     if trace == "engine-lost":
@@ -305,14 +311,7 @@ def test_without_an_engine_nobody_can_say_and_nothing_is_forgotten(
 ) -> None:
     code, document, _ = house.serve()
     assert code == 0, document["error"]
-    state = read(house.server())
-    assert state
-    assert state.keeper
-    assert state.server
-    os.kill(state.server.pid, signal.SIGSTOP)
-    state.keeper.send(signal.SIGKILL)
-    state.server.send(signal.SIGKILL)
-    _until(lambda: not look(house.server()).processes)
+    state = crash(house)
     path = house.server() / "state.json"
     kept = path.read_text()
     path.write_text(kept.replace(str(state.docker), "unix:///nowhere/docker.sock"))
@@ -329,14 +328,7 @@ def test_without_an_engine_nobody_can_say_and_nothing_is_forgotten(
 
 def test_a_leftover_is_replaced_by_the_next_serve(house: House) -> None:
     code, document, _ = house.serve()
-    state = read(house.server())
-    assert state
-    assert state.keeper
-    assert state.server
-    os.kill(state.server.pid, signal.SIGSTOP)
-    state.keeper.send(signal.SIGKILL)
-    state.server.send(signal.SIGKILL)
-    _until(lambda: not look(house.server()).processes)
+    crash(house)
     before = house.boxes()
 
     code, document, _ = house.call("serve")

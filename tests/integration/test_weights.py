@@ -136,7 +136,7 @@ def test_the_hash_of_a_file_is_remembered(
     settle()
     loaded, lock = pinned(ctx, tmp_path, path="m.gguf")
     monkeypatch.setattr("bakehouse.sources.known.sha256_file", lambda *_: pytest.fail("read again"))
-    have(ctx, loaded, lock)
+    assert have(ctx, loaded, lock).first == str(tmp_path / "m.gguf")
 
 
 def test_a_changed_file_is_read_again_whatever_its_time(ctx: Context, tmp_path: Path) -> None:

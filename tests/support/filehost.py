@@ -129,18 +129,25 @@ class FileHost:
 
 
 @contextmanager
-def serve_files() -> Iterator[FileHost]:
-    """Run a file host for the length of a `with` block."""
-    server = FileServer(("127.0.0.1", 0), Handler)
-    server.host = FileHost(server.server_address[1])
+def running(server: FileServer) -> Iterator[None]:
+    """Let a server answer for the length of a `with` block."""
     thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
-        yield server.host
+        yield
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def serve_files() -> Iterator[FileHost]:
+    """Run a file host for the length of a `with` block."""
+    server = FileServer(("127.0.0.1", 0), Handler)
+    server.host = FileHost(server.server_address[1])
+    with running(server):
+        yield server.host
 
 
 def status(code: int, body: bytes = b"", headers: Mapping[str, str] | None = None) -> Fault:

@@ -11,9 +11,8 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 
-from tests.support.filehost import Fault, FileHost, FileServer, Handler
+from tests.support.filehost import Fault, FileHost, FileServer, Handler, running
 
 DATE = 1_700_000_000
 IDENTITY = {
@@ -160,11 +159,5 @@ def serve_git(root: Path) -> Iterator[GitHost]:
     server = FileServer(("127.0.0.1", 0), GitHandler)
     host = GitHost(server.server_address[1], root)
     server.host = host
-    thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+    with running(server):
         yield host
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -11,9 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 
-from tests.support.filehost import Fault, FileServer
+from tests.support.filehost import Fault, FileServer, running
 from tests.support.githost import IDENTITY, GitHandler, GitHost, Repo
 
 REPO = "org/project"
@@ -88,11 +87,5 @@ def serve_pulls(root: Path) -> Iterator[PullHost]:
     server = FileServer(("127.0.0.1", 0), PullHandler)
     host = PullHost(server.server_address[1], root)
     server.host = host
-    thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+    with running(server):
         yield host
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
