@@ -191,9 +191,13 @@ def _docker(ctx: Context) -> list[Line]:
     seen = f"Docker Engine {facts.version}, {facts.system} on {facts.arch}"
     lines = [Line(check("docker", expected, seen, facts.host, ok=facts.system == "linux"))]
     if read_gpus(ctx.processes):
-        runtimes = ", ".join(facts.runtimes)
-        wanted = "an NVIDIA runtime (recipes with images and a GPU)"
-        one = check("nvidia", wanted, runtimes, "docker info", ok=facts.nvidia)
+        wanted = "an NVIDIA runtime, or CDI devices (recipes with images and a GPU)"
+        seen = {
+            "runtime": "NVIDIA's runtime", "cdi": "CDI devices nvidia.com/gpu",
+            "cdi-unlisted": "CDI is on; this engine does not say which devices it has",
+        }.get(facts.gpus, ", ".join(facts.runtimes))  # fmt: skip
+        ok = None if facts.gpus == "cdi-unlisted" else facts.nvidia
+        one = check("nvidia", wanted, seen, "docker info", ok=ok)
         lines.append(Line(one, "install the NVIDIA Container Toolkit, then: nvidia-ctk runtime "
                                "configure --runtime=docker, and restart the engine"))  # fmt: skip
     version, why = _ask(ctx, "docker", "--version")

@@ -32,8 +32,9 @@ class EngineFacts(Frozen):
     system: str
     """`linux`, or `windows`, which runs none of our images."""
     runtimes: tuple[str, ...]
-    nvidia: bool
-    """Whether GPUs can be asked for: an NVIDIA runtime, or CDI devices of that vendor."""
+    gpus: Literal["runtime", "cdi", "cdi-unlisted", "none"]
+    """How GPUs are asked for: through NVIDIA's runtime, or as CDI devices of that vendor. An engine
+    older than 28.2 takes CDI devices without saying which it has."""
     buildkit: bool
     """Whether the engine has BuildKit; whether the command line can use it is another question."""
     root: str
@@ -41,6 +42,11 @@ class EngineFacts(Frozen):
     host: str
     """The endpoint that was connected to."""
     security: tuple[str, ...] = ()
+
+    @property
+    def nvidia(self) -> bool:
+        """Whether GPUs can be asked for."""
+        return self.gpus != "none"
 
 
 class ImageFacts(Frozen):

@@ -135,9 +135,10 @@ class RealDocker:
 
     def create(self, spec: ContainerSpec) -> str:
         """See `Docker.create`."""
+        cdi = bool(spec.gpus) and self.facts().gpus.startswith("cdi")
         with self._said(f"container {spec.name or 'of ' + spec.image}") as client:
             made: dict[str, Any] = client.create_container_from_config(  # type: ignore[no-untyped-call]
-                create_body(spec), spec.name
+                create_body(spec, cdi=cdi), spec.name
             )
             return str(made["Id"])
 

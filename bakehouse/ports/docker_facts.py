@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from bakehouse.errors import UsageError
 from bakehouse.ports.docker import (
@@ -14,12 +15,15 @@ from bakehouse.ports.docker import (
     machine_arch,
 )
 
+CDI_KIND = "nvidia.com/gpu"
+"""What NVIDIA's GPUs are called as CDI devices (Container Device Interface)."""
+CDI_LISTS = (1, 50)
+"""From this version of the API on, `/info` lists the CDI devices that there are."""
+
 
 def engine_facts(info: Mapping[str, Any], version: Mapping[str, Any], host: str) -> EngineFacts:
     """Read `/info` and `/version`."""
     runtimes = tuple(sorted(info.get("Runtimes") or {}))
-    devices = info.get("DiscoveredDevices") or ()
-    cdi = any(str(d.get("ID", "")).startswith("nvidia.com/gpu") for d in devices)
     number = str(version.get("ApiVersion") or "0")
     return EngineFacts(
         version=str(version.get("Version") or "unknown"),
@@ -27,12 +31,29 @@ def engine_facts(info: Mapping[str, Any], version: Mapping[str, Any], host: str)
         arch=machine_arch(str(version.get("Arch") or info.get("Architecture") or "")),
         system=str(info.get("OSType") or "linux"),
         runtimes=runtimes,
-        nvidia="nvidia" in runtimes or cdi,
-        buildkit=tuple(map(int, number.split("."))) >= (1, 39),
+        gpus=_gpus_by(info, _api(number)),
+        buildkit=_api(number) >= (1, 39),
         root=str(info.get("DockerRootDir") or ""),
         host=host,
         security=tuple(map(str, info.get("SecurityOptions") or ())),
     )
+
+
+def _api(number: str) -> tuple[int, ...]:
+    return tuple(map(int, number.split(".")))
+
+
+def _gpus_by(
+    info: Mapping[str, Any], api: tuple[int, ...]
+) -> Literal["runtime", "cdi", "cdi-unlisted", "none"]:
+    """Tell how this engine takes GPUs: by NVIDIA's runtime where it is registered, else by CDI."""
+    if "nvidia" in (info.get("Runtimes") or {}):
+        return "runtime"
+    devices = info.get("DiscoveredDevices") or ()
+    if any(str(d.get("ID", "")).startswith(f"{CDI_KIND}=") for d in devices):
+        return "cdi"
+    # An empty list of folders means that the engine's CDI is switched off.
+    return "cdi-unlisted" if api < CDI_LISTS and info.get("CDISpecDirs") else "none"
 
 
 def image_facts(data: Mapping[str, Any]) -> ImageFacts:
@@ -92,8 +113,12 @@ def container_facts(data: Mapping[str, Any]) -> ContainerFacts:
     )
 
 
-def create_body(spec: ContainerSpec) -> dict[str, Any]:
-    """Give the engine's request for a new container. Raises UsageError for odd `gpus`."""
+def create_body(spec: ContainerSpec, *, cdi: bool = False) -> dict[str, Any]:
+    """Give the engine's request for a new container. Raises UsageError for odd `gpus`.
+
+    With `cdi`, GPUs are asked for as CDI devices: an engine without NVIDIA's runtime knows them
+    by no other name.
+    """
     ports: dict[str, Any] = {f"{p.port}/tcp": {} for p in spec.publish}
     body: dict[str, Any] = {
         "Image": spec.image,
@@ -104,7 +129,7 @@ def create_body(spec: ContainerSpec) -> dict[str, Any]:
         "Tty": False,
         "OpenStdin": False,
         "StopSignal": "SIGTERM",
-        "HostConfig": _host_config(spec),
+        "HostConfig": _host_config(spec, cdi=cdi),
     }
     if spec.entrypoint is not None:
         body["Entrypoint"] = list(spec.entrypoint) or [""]
@@ -115,7 +140,7 @@ def create_body(spec: ContainerSpec) -> dict[str, Any]:
     return body
 
 
-def _host_config(spec: ContainerSpec) -> dict[str, Any]:
+def _host_config(spec: ContainerSpec, *, cdi: bool) -> dict[str, Any]:
     config: dict[str, Any] = {
         "RestartPolicy": {"Name": "no"},
         "Privileged": False,
@@ -147,19 +172,28 @@ def _host_config(spec: ContainerSpec) -> dict[str, Any]:
         "PidsLimit": spec.pids,
         "Init": spec.init or None,
         "CapDrop": ["ALL"] if spec.drop_capabilities else None,
-        "DeviceRequests": [gpu_request(spec.gpus)] if spec.gpus else None,
+        "DeviceRequests": [gpu_request(spec.gpus, cdi=cdi)] if spec.gpus else None,
     }
     return {**config, **{name: value for name, value in limits.items() if value is not None}}
 
 
-def gpu_request(gpus: str) -> dict[str, Any]:
-    """Give the engine's request for GPUs: `all`, a number, or `device=0,1`."""
+def gpu_request(gpus: str, *, cdi: bool = False) -> dict[str, Any]:
+    """Give the engine's request for GPUs: `all`, a number, or `device=0,1`.
+
+    NVIDIA's runtime takes a number as so many GPUs from the first one on; as CDI devices they are
+    named one by one.
+    """
     request: dict[str, Any] = {"Driver": "", "Capabilities": [["gpu"]]}
     ids = [part.strip() for part in gpus.removeprefix("device=").split(",") if part.strip()]
-    if gpus.startswith("device=") and ids:
+    by_name = gpus.startswith("device=") and bool(ids)
+    counted = re.fullmatch(r"[1-9][0-9]{0,3}", gpus) is not None
+    if cdi and (by_name or counted or gpus == "all"):
+        names = ids if by_name else list(map(str, range(int(gpus)))) if counted else ["all"]
+        return {"Driver": "cdi", "DeviceIDs": [f"{CDI_KIND}={name}" for name in names]}
+    if by_name:
         return {**request, "DeviceIDs": ids}
-    if gpus == "all" or (gpus.isascii() and gpus.isdigit() and int(gpus) > 0):
-        return {**request, "Count": -1 if gpus == "all" else int(gpus)}
+    if counted or gpus == "all":
+        return {**request, "Count": int(gpus) if counted else -1}
     raise UsageError(
         f"'{gpus}' does not say which GPUs",
         where="container.gpus",

@@ -144,9 +144,23 @@ def test_a_container_is_never_privileged() -> None:
 def test_gpus() -> None:
     assert gpu_request("all")["Count"] == -1
     assert gpu_request("2")["Count"] == 2
-    for odd in ("", "0", "some", "device=", "-1"):
-        with pytest.raises(UsageError):
-            gpu_request(odd)
+    for odd in ("", "0", "some", "device=", "-1", "9" * 5000):
+        for cdi in (False, True):
+            with pytest.raises(UsageError):
+                gpu_request(odd, cdi=cdi)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ids"),
+    [
+        ("all", ["nvidia.com/gpu=all"]),
+        ("2", ["nvidia.com/gpu=0", "nvidia.com/gpu=1"]),
+        ("device=1, GPU-5f", ["nvidia.com/gpu=1", "nvidia.com/gpu=GPU-5f"]),
+    ],
+)
+def test_gpus_of_an_engine_that_has_them_as_cdi_devices(gpus: str, ids: list[str]) -> None:
+    body = create_body(ContainerSpec(image="i", gpus=gpus), cdi=True)
+    assert body["HostConfig"]["DeviceRequests"] == [{"Driver": "cdi", "DeviceIDs": ids}]
 
 
 def test_engines_with_and_without_nvidia() -> None:
@@ -155,7 +169,13 @@ def test_engines_with_and_without_nvidia() -> None:
     assert (plain.arch, plain.nvidia, plain.buildkit) == ("aarch64", False, True)
     assert engine_facts({"Runtimes": {"nvidia": {}}}, version, "h").nvidia
     cdi = {"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=all"}]}
-    assert engine_facts(cdi, version, "h").nvidia
+    assert engine_facts(cdi, version, "h").gpus == "cdi"
+    both = {**cdi, "Runtimes": {"nvidia": {}}}
+    assert engine_facts(both, version, "h").gpus == "runtime"
+    folders = {"CDISpecDirs": ["/etc/cdi"]}
+    assert engine_facts(folders, {**version, "ApiVersion": "1.45"}, "h").gpus == "cdi-unlisted"
+    assert engine_facts(folders, {**version, "ApiVersion": "1.50"}, "h").gpus == "none"
+    assert engine_facts({"CDISpecDirs": []}, version, "h").gpus == "none"
     assert not engine_facts({}, {"ApiVersion": "1.38"}, "h").buildkit
 
 
