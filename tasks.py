@@ -22,6 +22,14 @@ PATCHES = {
     "no_patch": "leave one of the recipe's patches out of this run (may be repeated)",
     "allow": "how loosely --patch may fit: offset or fuzz (default: exactly)",
 }
+WHICH = {
+    "recipe": f"{RECIPE}, whose server runs",
+    "set_": SET,
+    "instance": "which of several servers of this recipe, as serve --instance named it",
+    "url": "any OpenAI-compatible server, e.g. http://127.0.0.1:8000",
+    "model": "the model to ask for (default: the first that the server lists)",
+    "api_key_env": "the environment variable that holds the API key",
+}
 
 Flags = Sequence[str] | None
 
@@ -223,12 +231,7 @@ def stop(
 
 
 @_task(
-    recipe=f"{RECIPE}, whose server runs",
-    set_=SET,
-    instance="which of several servers of this recipe, as serve --instance named it",
-    url="any OpenAI-compatible server, e.g. http://127.0.0.1:8000",
-    model="the model to ask for (default: the first that the server lists)",
-    api_key_env="the environment variable that holds the API key",
+    **WHICH,
     accept_golden="keep what it answers as golden values of its weights, if it proves itself",
 )
 def probe(
@@ -248,12 +251,7 @@ def probe(
 
 
 @_task(
-    recipe=f"{RECIPE}, whose server runs",
-    set_=SET,
-    instance="which of several servers of this recipe, as serve --instance named it",
-    url="any OpenAI-compatible server, e.g. http://127.0.0.1:8000",
-    model="the model to ask for (default: the first that the server lists)",
-    api_key_env="the environment variable that holds the API key",
+    **WHICH,
     every="time between two rounds, e.g. 90s or 1h (default: 10m)",
     count="how many rounds (default: until interrupted)",
     on_failure="restart, stop, or a command with its arguments (default: end with the failure)",

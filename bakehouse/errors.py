@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
     from bakehouse.checks import Check
@@ -80,6 +80,19 @@ class NotFound(BakehouseError):
 
     exit_code = 3
     default_id = "not-found"
+
+    @classmethod
+    def named(
+        cls,
+        kind: str,
+        name: str,
+        *,
+        where: str | None = None,
+        hint: str | None = None,
+        id: str | None = None,  # noqa: A002 - the field's name in the JSON document
+    ) -> Self:
+        """Make the error for a file, a folder or a recipe that was named and is not there."""
+        return cls(f"there is no {kind} '{name}'", where=where, hint=hint, id=id)
 
 
 class LockError(BakehouseError):

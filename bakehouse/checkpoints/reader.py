@@ -43,8 +43,8 @@ class FileSource:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise NotFound(
-                f"there is no weight file '{path.name}'", where=self.name, hint="fetch it first"
+            raise NotFound.named(
+                "weight file", path.name, where=self.name, hint="fetch it first"
             ) from error
         except (OSError, ValueError) as error:
             raise CheckpointError(

@@ -164,8 +164,8 @@ def reshard(folder: Path, out: Path, most: int, progress: Progress) -> Resharded
 
 def _check_places(folder: Path, out: Path) -> None:
     if not folder.is_dir():
-        raise NotFound("there is no such checkpoint folder", where=str(folder),
-                       hint="give the folder that holds the safetensors files")  # fmt: skip
+        hint = "give the folder that holds the safetensors files"
+        raise NotFound.named("folder", folder.name, where=str(folder), hint=hint)
     if os.path.lexists(out) and not (out / NOTE).is_file():
         raise UsageError("the output folder is there already", where=str(out),
                          hint="name a new folder, or remove that one")  # fmt: skip
@@ -173,8 +173,8 @@ def _check_places(folder: Path, out: Path) -> None:
         raise UsageError("the output would lie inside the checkpoint", where=str(out),
                          hint="name a folder beside it")  # fmt: skip
     if not out.parent.is_dir():
-        raise UsageError("the folder that the output would lie in is not there",
-                         where=str(out.parent), hint="make it first")  # fmt: skip
+        hint = "the output would lie in it: make it first"
+        raise NotFound.named("folder", out.parent.name, where=str(out.parent), hint=hint)
 
 
 @contextmanager

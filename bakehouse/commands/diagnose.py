@@ -134,8 +134,9 @@ def _opened(file: str) -> Iterator[IO[bytes]]:
         raise UsageError(f"{file} is a folder", hint="give the log file inside it")
     try:
         raw = path.open("rb")
-    except FileNotFoundError:
-        raise NotFound(f"there is no file {file}", hint="`-` reads standard input") from None
+    except (FileNotFoundError, NotADirectoryError):
+        hint = "see that the path is right; `-` reads standard input"
+        raise NotFound.named("log", file, where=str(path.absolute()), hint=hint) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise HostError(f"{file} cannot be opened: {reason}", hint=_COPY) from None

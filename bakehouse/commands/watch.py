@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from bakehouse.commands import probe as probing
 from bakehouse.commands import serve as serving
+from bakehouse.commands.target import Which, identify_any, target_of
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, Interrupted, NotCorrect, NotHealthy, UsageError
 from bakehouse.outcome import Outcome
 from bakehouse.patches import for_run
 from bakehouse.ports.process import environment
 from bakehouse.preflight.combinations import load_good
+from bakehouse.recipe.faults import did_you_mean
 from bakehouse.recipe.load import find, load
 from bakehouse.recipe.scalars import parse_duration
 from bakehouse.records.store import Run
+from bakehouse.redact import clean
 from bakehouse.serve.control import look, stop
 from bakehouse.serve.rounds import STALL_S, Round, Rounds, Watched
 
@@ -34,16 +38,9 @@ COMMAND_S = 600.0
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Which):
     """What the task was given."""
 
-    recipe: str = ""
-    set_: tuple[str, ...] = ()
-    instance: str = ""
-    """Which of several servers of the recipe."""
-    url: str = ""
-    model: str = ""
-    api_key_env: str = ""
     every: str = "10m"
     count: str = ""
     """How many rounds; without it, until interrupted."""
@@ -69,8 +66,10 @@ class Wish:
 def run(ctx: Context, options: Options) -> Outcome:
     """Watch. Exit 0 where every round was right; else that of the last failure."""
     wish = read_wish(options)
+    # A failure would stumble over these, when nobody looks any more.
+    if wish.command:
+        _must_run(ctx, wish.command)
     if patches := for_run.asked(options):
-        # A restart would stumble over them, when nobody looks any more.
         load_good(find(options.recipe, ctx.recipes), options.set_, patches.change(ctx))
     watch = Watch(ctx, options, wish)
     with (
@@ -115,6 +114,26 @@ def read_wish(options: Options, flag: str = "--every") -> Wish:
     return Wish(every, int(count) if count else None, action, command)
 
 
+def _must_run(ctx: Context, command: tuple[str, ...]) -> None:
+    """See that the command of --on-failure is one. Raises UsageError."""
+    name = command[0]
+    path = environment(base=ctx.environment).get("PATH", os.defpath)
+    if shutil.which(name, path=path):
+        return
+    if name in ("restart", "stop"):
+        raise UsageError(f"--on-failure {name} takes no arguments", hint=f"--on-failure {name}")
+    what = (
+        "cannot be run" if os.path.lexists(name) else "is neither restart nor stop, nor a program"
+    )
+    hint = did_you_mean(name, ("restart", "stop"))
+    raise UsageError(
+        f"--on-failure: '{clean(name, one_line=True)}' {what}",
+        where=None if "/" in name else f"looked for in {path}",
+        hint=hint or "give a program with its arguments; no shell reads them, so what needs one "
+        "goes into a script that may be executed",
+    )  # fmt: skip
+
+
 class Watch:
     """One watch over one server."""
 
@@ -122,7 +141,7 @@ class Watch:
         self._ctx = ctx
         self._options = options
         self._wish = wish
-        self._target = probing.target_of(ctx, _probe_options(options))
+        self._target = target_of(ctx, options)
         self._seen: list[Round] = []
         self._counts = {"right": 0, "busy": 0, "failed": 0}
         self._actions: list[str] = []
@@ -159,6 +178,9 @@ class Watch:
         """Look, again and again, until there is an end to it."""
         record.hide(*(v.removeprefix("Bearer ") for v in self._target.endpoint.headers.values()))
         record.fact("url", self._target.endpoint.url)
+        if told := self._other_patches():
+            record.fact("other_patches", told)
+            self._ctx.progress.say(told)
         rounds = Rounds(self._ctx, self._watched(record))
         while True:
             one = rounds.one()
@@ -171,6 +193,18 @@ class Watch:
             if self._wish.count and sum(self._counts.values()) >= self._wish.count:
                 return
             self._wait(failed=one.error is not None)
+
+    def _other_patches(self) -> str | None:
+        """Say where the flags, or the recipe, have other patches than the server that runs."""
+        server, was = self._target.server, self._options
+        if server is None:
+            return None
+        loaded = load(find(was.recipe, self._ctx.recipes), was.set_)
+        state = look(server.folder).state
+        changed = for_run.asked(was).change(self._ctx)(loaded)
+        told = for_run.unlike(self._ctx, state.record if state else None, changed)
+        restart = "; a restart serves it as it is asked for now"
+        return told and told + restart * (self._wish.action == "restart")
 
     def _note(self, one: Round, record: Run) -> None:
         """Keep a round; the judgements of the first one and of those that were not right."""
@@ -248,7 +282,7 @@ class Watch:
         )  # fmt: skip
         try:
             ready = serving.run(self._ctx, asked)
-            self._target = probing.target_of(self._ctx, _probe_options(self._options))
+            self._target = target_of(self._ctx, self._options)
         except BakehouseError as failed:
             self.error = failed
             raise
@@ -265,7 +299,7 @@ class Watch:
             if seen.state and seen.state.server == was.process:
                 return False
             if seen.word == "running":
-                self._target = probing.target_of(self._ctx, _probe_options(self._options))
+                self._target = target_of(self._ctx, self._options)
                 self._did("another one has served it again; that one is watched", record)
                 return True
             if seen.word != "starting" or clock.monotonic() >= deadline:
@@ -291,12 +325,5 @@ class Watch:
             recipe = load(find(self._options.recipe, self._ctx.recipes), self._options.set_).recipe
             stall = recipe.serve.stall_timeout
         else:
-            endpoint = probing.identify_any(self._ctx, endpoint, record)
+            endpoint = identify_any(self._ctx, endpoint, record)
         return Watched(endpoint, target.probe, target.server, target.known, stall)
-
-
-def _probe_options(options: Options) -> probing.Options:
-    return probing.Options(
-        recipe=options.recipe, set_=options.set_, instance=options.instance, url=options.url,
-        model=options.model, api_key_env=options.api_key_env,
-    )  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from bakehouse.context import Context
-from bakehouse.errors import LockError, UsageError
+from bakehouse.errors import LockError, NotFound, UsageError
 from bakehouse.lock import Lock
 from bakehouse.patches.manifest import Fit
 from bakehouse.preflight import pinned
@@ -172,6 +172,33 @@ def ensure(
         tree = patched_tree(ctx, git, source, pins)
     changed = {"patches": pins, "source_tree": tree, "wants": wants(recipe)}
     return lock.model_copy(update=changed)
+
+
+def unlike(ctx: Context, record: str | None, loaded: Loaded) -> str | None:
+    """Say in which patches a running server is not the recipe as it is asked for; None for none.
+
+    `record` is the folder of the run that served it; `loaded` is changed by the flags already.
+    """
+    from bakehouse.records.store import read_record  # only who judges a running server asks
+
+    recipe = loaded.recipe
+    wanted = {patch.key(recipe.engine) for patch in recipe.patches}
+    try:
+        kept = read_record(ctx.places, Path(record).name) if record else None
+    except NotFound:
+        kept = None
+    if kept is None:
+        lost = f"the server's record is gone: whether it has patch {', '.join(sorted(wanted))} is "
+        return f"{lost}not known" if wanted else None
+    applied = kept.facts.get("patches", {}).get("applied", ())
+    has = {str(one["id"]) for one in applied}
+    said = [
+        *(f"without patch {name}" for name in sorted(wanted - has)),
+        *(f"with patch {name}" for name in sorted(has - wanted)),
+    ]
+    if not said:
+        return None
+    return f"the server that runs was served {', '.join(said)}: it is judged as it is"
 
 
 def note(want: Asked, lock: Lock, record: Facts) -> None:

@@ -19,8 +19,8 @@ import urllib3
 
 from bakehouse.errors import HostError
 from bakehouse.ports.clock import Clock
-from bakehouse.ports.http import HttpStatus, Unreachable
-from bakehouse.ports.transport import exchange, is_loopback, why
+from bakehouse.ports.http import HttpStatus, Unreachable, is_loopback
+from bakehouse.ports.transport import exchange, why
 from bakehouse.redact import clean, without_credentials
 
 CONNECT_S = 20.0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
+from urllib.parse import urlsplit
 
 from bakehouse.errors import HostError
 from bakehouse.logs import debug
@@ -45,6 +46,50 @@ class Unreachable(Exception):
         super().__init__(why)
         self.why = why
         self.refused = refused
+
+
+def web_fault(url: str) -> str | None:
+    """Say why an address that somebody gave cannot be asked by HTTP; None where it can."""
+    if " " in url or not url.isprintable():
+        return "it holds spaces or control characters"
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        return "it has no scheme, http:// or https://"
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return "it is malformed"
+    faults = {
+        f"'{scheme}' is not spoken, only http and https are": parts.scheme in ("http", "https"),
+        "it holds a user or a password, which would end up in logs": "@" not in parts.netloc,
+        "it names no host": bool(host),
+        "it names no port": port != 0,
+    }
+    return next((fault for fault, fine in faults.items() if not fine), None)
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a URL's host is this machine, by its name or address alone.
+
+    However the address is written: `127.1`, `0x7f000001` and `[::ffff:127.0.0.1]` are asked as
+    127.0.0.1 is, and so is 0.0.0.0.
+    """
+    import ipaddress  # few ask, and these take their time to import
+    import socket
+
+    host = urlsplit(url).hostname or ""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        try:
+            address = ipaddress.IPv4Address(socket.inet_aton(host))
+        except (OSError, ValueError):
+            return False
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address.is_loopback or address.is_unspecified
 
 
 class HttpStatus(HostError):
@@ -115,7 +160,11 @@ class RealHttp:
         timeout: float = 30.0,
         max_bytes: int = 8 * 2**20,
     ) -> Reply:
-        """See `Http.ask`. Redirects are followed for GET and HEAD, never to a weaker scheme."""
+        """See `Http.ask`.
+
+        Redirects are followed for GET and HEAD, never to a weaker scheme, and never between this
+        machine and another one: whoever wants that has to name the other address himself.
+        """
         from bakehouse.ports.transport import ask  # requests takes 0.1 s to import
 
         try:

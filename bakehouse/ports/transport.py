@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import os
 import socket
 import threading
@@ -20,7 +19,8 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from bakehouse import __version__
-from bakehouse.ports.http import Reply, Unreachable
+from bakehouse.ports.http import Reply, Unreachable, is_loopback
+from bakehouse.redact import clean
 
 MAX_REDIRECTS = 8
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -114,17 +114,6 @@ def _session(connections: Connections) -> requests.Session:
     return session
 
 
-def is_loopback(url: str) -> bool:
-    """Whether a URL's host is this machine."""
-    host = urlsplit(url).hostname or ""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _next_hop(url: str, location: str) -> str:
     """Where a redirect leads; Unreachable where it must not be followed."""
     try:
@@ -139,6 +128,14 @@ def _next_hop(url: str, location: str) -> str:
     before, after = urlsplit(url).scheme, parts.scheme
     if after not in ("http", "https") or (before == "https" and after == "http"):
         raise Unreachable(f"redirected from {before} to {after}, which is not followed")
+    if is_loopback(url) != is_loopback(there):
+        # Either way somebody would be asked whom nobody has named: a service of this machine that
+        # trusts its own, or a host on the network in place of one that was meant to be near.
+        ends = ("this machine", "another") if is_loopback(url) else ("another machine", "this one")
+        raise Unreachable(
+            f"redirected from {ends[0]} to {ends[1]} ({clean(host, one_line=True)}), which is not "
+            "followed: give that address itself, if it is right"
+        )
     return there
 
 

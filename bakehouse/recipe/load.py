@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,17 +54,27 @@ def find(name: str, folder: Path) -> Path:
     """Give the file that `--recipe` means: a name in `folder`, or a path. Raises NotFound."""
     is_path = "/" in name or name.endswith((SUFFIX, ".yml"))
     path = Path(name) if is_path else folder / f"{name}{SUFFIX}"
-    try:
-        if name and os.path.lexists(path):
-            return path
-    except ValueError:  # a NUL
-        pass
+    if name and _is_there(path):
+        return path
     there = names(folder)
     base = Path(name).name.removesuffix(".yml").removesuffix(SUFFIX)
     hint = did_you_mean(base, there) or (
         f"there are {', '.join(there)}" if there else f"{shown(folder)} holds no recipes"
     )
-    raise NotFound(f"there is no recipe '{printable(name, 100)}'", where=shown(path), hint=hint)
+    leads = f", a link to {printable(os.readlink(path), 200)}" if os.path.islink(path) else ""
+    where = f"{shown(path)}{leads}"
+    raise NotFound.named("recipe", printable(name, 100), where=where, hint=hint)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether something is there, perhaps nothing that can be read: loading it says what."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL
+        return False
+    except OSError as error:
+        return error.errno != errno.ENAMETOOLONG
+    return True
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:

@@ -190,7 +190,7 @@ def _read(path: Path, asked: Origin, chain: tuple[Path, ...], into: Gathered) ->
         what = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
         message = f"{shown(path)} is {what}, a YAML file is wanted{by}"
     except FileNotFoundError:
-        message = f"{shown(path)} does not exist{by}"
+        message = f"there is no file '{shown(path)}'{by}"
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         message = f"{shown(path)} cannot be read: {why}{by}"

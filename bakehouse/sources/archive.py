@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from bakehouse.context import Context
-from bakehouse.errors import LockError
+from bakehouse.errors import LockError, NotFound
 from bakehouse.lock import ArchivePin, FilePin, GitPin
 from bakehouse.ports.git import COMMIT, Git, GitFailed
 from bakehouse.recipe.model import Archive
@@ -56,12 +56,8 @@ def _from_registry(ctx: Context, requirement: str, sha256: str) -> str:
 def _from_disk(ctx: Context, path: Path, sha256: str) -> str:
     """Copy a local archive into the cache: a build then needs no recipe folder."""
     if not path.is_file():
-        raise LockError(
-            "the archive is not there",
-            where=str(path),
-            hint="paths are relative to the recipe",
-            id="archive-missing",
-        )
+        hint = "see that the path is right; those in a recipe are relative to the recipe"
+        raise NotFound.named("archive", path.name, where=str(path), hint=hint, id="archive-missing")
     target = ctx.places.downloads / sha256 / path.name
     if target.is_file():
         return path.name

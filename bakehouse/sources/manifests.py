@@ -70,12 +70,8 @@ def find_manifest(folder: Path, repo: str, id: str) -> Manifest | None:  # noqa:
 
 
 def _missing(path: Path) -> NotFound:
-    return NotFound(
-        "there is no such patch manifest",
-        where=shown(path),
-        hint="'invoke patch --pr NUMBER' fetches a pull request and writes one",
-        id="patch-unknown",
-    )
+    hint = "'invoke patch --pr NUMBER' fetches a pull request and writes its manifest"
+    return NotFound.named("patch", path.stem, where=shown(path), hint=hint, id="patch-unknown")
 
 
 def _parse(path: Path, raw: bytes, faults: list[Fault]) -> Manifest | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bakehouse.context import Context
-from bakehouse.errors import HostError, LockError, PatchError
+from bakehouse.errors import HostError, LockError, NotFound, PatchError
 from bakehouse.lock import FilePin, PatchPin
 from bakehouse.patches.manifest import Manifest
 from bakehouse.places import Places
@@ -171,6 +171,9 @@ def read_patch(path: Path) -> bytes:
                 id="patch-large",
             )  # fmt: skip
         return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        where = clean(str(path), one_line=True)
+        raise NotFound.named("patch", path.name, where=where, hint=hint) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise PatchError(

@@ -13,13 +13,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import tenacity
 
 from bakehouse.context import Context
-from bakehouse.errors import BakehouseError, PatchError
-from bakehouse.ports.git import COMMIT, Git, GitFailed, check_url
-from bakehouse.ports.http import Reply, Unreachable
+from bakehouse.errors import BakehouseError, PatchError, UsageError
+from bakehouse.ports.git import COMMIT, Git, GitFailed
+from bakehouse.ports.http import Reply, Unreachable, is_loopback, web_fault
 from bakehouse.redact import clean, without_credentials
 from bakehouse.sources.diffs import MAX_BYTES, FilePart, read_diff
 from bakehouse.sources.refs import remote_refs
@@ -63,8 +64,21 @@ class Fetched:
 def host_of(environment: Mapping[str, str]) -> str:
     """The GitHub host: github.com, or what BAKEHOUSE_GITHUB names. Raises UsageError."""
     host = (environment.get(SETTING) or "https://github.com").rstrip("/")
-    check_url(f"{host}/owner/name")
+    _check_address(host, SETTING, f"unset it to use github.com; else as in {SETTING}=https://HOST")
+    if urlsplit(host).query or urlsplit(host).fragment:
+        raise UsageError(f"{SETTING} is refused: it has a query or a fragment",
+                         hint=f"as in {SETTING}=https://HOST")  # fmt: skip
     return host
+
+
+def _check_address(url: str, named: str, hint: str) -> None:
+    """Refuse what is no https address, or http one of this machine. Raises UsageError."""
+    fault = web_fault(url)
+    if fault is None and urlsplit(url).scheme == "http" and not is_loopback(url):
+        fault, hint = "http can be changed on its way", "use https"
+    if fault:
+        shown = clean(without_credentials(url), one_line=True)
+        raise UsageError(f"{named} '{shown}' is refused: {fault}", hint=hint, id="patch-url")
 
 
 def pull_address(environment: Mapping[str, str], repo: str, number: int) -> str:
@@ -129,7 +143,8 @@ def fetch_commit(ctx: Context, git: Git, repo: str, commit: str) -> Fetched:
 
 def fetch_address(ctx: Context, url: str) -> Fetched:
     """Fetch a diff from any https address (http on this machine). Raises PatchError, UsageError."""
-    check_url(url.partition("?")[0])
+    hint = "the https address of a diff, a commit or a pull request; --file takes one on this disk"
+    _check_address(url, "--url", hint)
     data = get(ctx, url)
     return Fetched(data, read_diff(data, without_credentials(url)), title_of(data))
 

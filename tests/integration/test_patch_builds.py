@@ -190,7 +190,7 @@ def test_a_patch_left_out_for_one_run(ctx: Context) -> None:
         ({"patch": ("x y",)}, UsageError, "names no patch"),
         ({"patch": ("7",), "no_patch": ("7",)}, UsageError, "both name 7"),
         ({"no_patch": ("8",)}, UsageError, "no patch '8'"),
-        ({"patch": ("5",)}, Exception, "no such patch manifest"),
+        ({"patch": ("5",)}, Exception, "there is no patch"),
         ({"allow": "fuzz"}, UsageError, "there is none"),
         ({"patch": ("7",), "allow": "all"}, UsageError, "offset or fuzz"),
         ({"patch": ("7", "9")}, PatchError, "patch 9 does not apply"),

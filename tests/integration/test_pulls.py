@@ -14,7 +14,14 @@ import pytest
 
 from bakehouse.commands import patch
 from bakehouse.context import Context
-from bakehouse.errors import BakehouseError, LockError, PatchError, RecipeError, UsageError
+from bakehouse.errors import (
+    BakehouseError,
+    LockError,
+    NotFound,
+    PatchError,
+    RecipeError,
+    UsageError,
+)
 from bakehouse.outcome import Outcome
 from bakehouse.patches.manifest import Manifest
 from bakehouse.progress import Silent
@@ -372,8 +379,9 @@ def test_any_address_and_any_file(ctx: Context, repo: Repo, host: PullHost, tmp_
     done = run(ctx, pr="", file=str(tmp_path / "local.patch"))
     assert manifest(ctx, "local").title == "Mend line 20"
     assert "only this machine's cache" in done.text
-    for wrong in ("none.patch", "", "pipe", "a\0b"):
-        with pytest.raises(PatchError):
+    wrongs = {"none.patch": NotFound, "": PatchError, "pipe": PatchError, "a\0b": PatchError}
+    for wrong, kind in wrongs.items():
+        with pytest.raises(kind):
             run(ctx, pr="", file=str(tmp_path / wrong))
     with pytest.raises(UsageError):
         run(ctx, pr="", url="http://example.org/x.diff")

@@ -238,10 +238,18 @@ def test_a_command_is_run_without_a_shell_and_the_watch_goes_on(
     assert len(outcome.result["actions"]) == 2
 
 
-def test_a_command_that_cannot_be_run_is_said(ctx: Context) -> None:
-    up(ctx, "wrong")
-    outcome = watch(ctx, count=1, on_failure="/nowhere/mail me")
-    assert "/nowhere/mail" in said(ctx)
+def test_a_command_that_cannot_be_run_any_more_is_said(ctx: Context, tmp_path: Path) -> None:
+    url = up(ctx)
+    mail = tmp_path / "mail"
+    mail.write_text("#!/bin/sh\n")
+    mail.chmod(0o755)
+
+    def lose_it() -> None:
+        mail.unlink()
+        fault(ctx, url, "wrong")()
+
+    outcome = watch(ctx, lose_it, count=2, on_failure=f"{mail} me")
+    assert f"{mail}" in said(ctx)
     assert outcome.result["actions"]
 
 
@@ -341,6 +349,9 @@ def test_any_server_can_be_watched(ctx: Context) -> None:
     [
         {"every": "0s"}, {"every": "10"}, {"count": "0"}, {"count": "x"}, {"on_failure": " "},
         {"on_failure": "mail 'me"}, {"url": "http://127.0.0.1:1"},
+        {"on_failure": "no-such-program-4711"}, {"on_failure": "/nowhere/mail me"},
+        {"on_failure": "/etc/passwd"}, {"on_failure": "/"}, {"on_failure": "Restart"},
+        {"on_failure": "echo>/dev/null"}, {"on_failure": "restart now"},
     ],
 )  # fmt: skip
 def test_bad_flags_are_usage_errors(ctx: Context, options: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ def test_a_manifest_is_read(tmp_path: Path) -> None:
     assert all_paths(tmp_path) == (tmp_path / "org" / "project" / "7.yaml",)
     assert find_manifest(tmp_path, "org/project", "8") is None
     assert patches_folder(Path("/x/recipes")) == Path("/x/patches")
-    with pytest.raises(NotFound, match="no such patch manifest"):
+    with pytest.raises(NotFound, match="there is no patch"):
         read_manifest(manifest_path(tmp_path, "org/project", "8"))
 
 

@@ -93,7 +93,7 @@ def test_a_loop_through_a_link_is_a_loop(tmp_path: Path) -> None:
 def test_a_missing_include_names_its_chain_and_nothing_is_missing_for_it(tmp_path: Path) -> None:
     write(tmp_path, "include: gone.yaml\n", "a.yaml")
     found = one(tmp_path, "include: a.yaml\nname: x\n")
-    assert found.startswith("a.yaml:1:10: gone.yaml does not exist, included by r.yaml -> ")
+    assert found.startswith("a.yaml:1:10: there is no file 'gone.yaml', included by r.yaml -> ")
 
 
 def test_faults_elsewhere_are_still_found_when_an_include_is_broken(tmp_path: Path) -> None:

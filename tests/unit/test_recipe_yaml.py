@@ -143,7 +143,7 @@ def test_a_fault_after_a_fault_is_found_as_well(tmp_path: Path) -> None:
 def test_what_is_no_file_is_said(tmp_path: Path, make: str) -> None:
     path = tmp_path / "r.yaml"
     wanted = {"folder": "is a folder", "pipe": "is not a regular file",
-              "absent": "does not exist", "loop": "cannot be read"}[make]  # fmt: skip
+              "absent": "there is no file", "loop": "cannot be read"}[make]  # fmt: skip
     if make == "folder":
         path.mkdir()
     elif make == "pipe":

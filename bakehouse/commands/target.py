@@ -1,0 +1,183 @@
+"""Which server `probe` and `watch` judge: ours, or any that speaks the OpenAI API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from bakehouse.checks import check
+from bakehouse.commands.servers import server_name
+from bakehouse.context import Context
+from bakehouse.errors import LockError, NotHealthy, UsageError
+from bakehouse.ports.http import Unreachable, web_fault
+from bakehouse.probe.ask import served
+from bakehouse.probe.golden import known_of
+from bakehouse.probe.types import Endpoint, Known
+from bakehouse.recipe.gate import Probe
+from bakehouse.recipe.load import find, load
+from bakehouse.records.store import Run
+from bakehouse.redact import clean, without_credentials
+from bakehouse.resolve import lock_path, read_lock
+from bakehouse.serve.control import look
+from bakehouse.serve.launch import kept_key
+from bakehouse.serve.proof import Running, running
+
+
+@dataclass(frozen=True)
+class Which:
+    """Flags that say which server is meant: exactly one of `recipe` and `url`."""
+
+    recipe: str = ""
+    set_: tuple[str, ...] = ()
+    instance: str = ""
+    """Which of several servers of the recipe."""
+    url: str = ""
+    model: str = ""
+    api_key_env: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is judged, and by which questions."""
+
+    endpoint: Endpoint
+    probe: Probe
+    recipe: str | None
+    secrets: tuple[str, ...] = ()
+    """Names of the variables whose values are hidden."""
+    server: Running | None = None
+    """Where it is ours: who has to be the one that answers."""
+    known: Known | None = None
+    """Where it is ours and locked: the model that it serves."""
+
+
+def target_of(ctx: Context, which: Which, *, golden: bool = False) -> Target:
+    """Find out what is to be judged; `golden` where its golden values are to be made.
+
+    Raises UsageError, NotFound, and what the loader raises.
+    """
+    if bool(which.recipe) == bool(which.url):
+        raise UsageError(
+            "say what to judge: either --recipe or --url",
+            hint="--recipe NAME for a server that Bakehouse runs, --url http://HOST:PORT for any",
+        )
+    if which.recipe:
+        if which.model or which.api_key_env:
+            raise UsageError("--model and --api-key-env belong to --url")
+        return _ours(ctx, which, golden=golden)
+    ours = {"--set": which.set_, "--accept-golden": golden,
+            "--instance": which.instance}  # fmt: skip
+    if flag := next((flag for flag, given in ours.items() if given), None):
+        raise UsageError(f"{flag} belongs to --recipe")
+    headers = _key_header(ctx, which.api_key_env)
+    endpoint = Endpoint(_base_url(which.url), which.model or None, headers)
+    secrets = (which.api_key_env,) if which.api_key_env else ()
+    return Target(endpoint, Probe(), None, secrets)
+
+
+def _ours(ctx: Context, which: Which, *, golden: bool) -> Target:
+    """Find the running server of a recipe. Raises NotHealthy where it does not run."""
+    loaded = load(find(which.recipe, ctx.recipes), which.set_)
+    recipe = loaded.recipe
+    name = server_name(recipe.name, which.instance)
+    folder = ctx.places.servers / name
+    seen = look(folder)
+    state = seen.state
+    says = state.ended.says if state and state.ended else "it never ran"
+    how = f"it is {seen.word}" if seen.alive else says
+    if not seen.alive or state is None or state.server is None or not state.port:
+        raise NotHealthy(
+            f"no server of '{name}' answers: {how}",
+            where=str(folder),
+            hint=f"invoke serve --recipe {which.recipe}{_instance_flag(which)} starts it",
+        )
+    key = kept_key(folder)
+    server = running(folder, state, recipe.engine, key)
+    context = recipe.serve.context
+    endpoint = Endpoint(
+        server.url, recipe.name, server.headers, recipe.engine,
+        context // recipe.serve.slots if context else None,
+    )  # fmt: skip
+    lock = read_lock(lock_path(loaded.path))
+    known = known_of(recipe, lock, loaded.folder, state.plan) if lock else None
+    probe = recipe.asked
+    if golden:
+        if known is None:
+            raise LockError(
+                f"'{recipe.name}' has no lock, and golden values belong to locked weights",
+                where=str(lock_path(loaded.path)), hint=f"invoke lock --recipe {which.recipe}",
+            )  # fmt: skip
+        probe = _without_golden(probe)
+    return Target(endpoint, probe, recipe.name, recipe.secrets, server, known)
+
+
+def _instance_flag(which: Which) -> str:
+    return f" --instance {which.instance}" if which.instance else ""
+
+
+def _without_golden(probe: Probe) -> Probe:
+    """Leave out what needs golden values: they are what is about to be made."""
+    suites = tuple(s for s in probe.suites or () if s != "reference")
+    return probe.model_copy(update={"suites": suites or ("facts",)})
+
+
+def _base_url(url: str) -> str:
+    """Take a URL with or without `/v1`. Raises UsageError."""
+    if fault := web_fault(url):
+        hint = "write scheme, host and port, as in http://127.0.0.1:8000"
+        if fault.startswith("it holds a user"):
+            hint = "put the key into an environment variable and name it with --api-key-env"
+        shown = clean(without_credentials(url), one_line=True)
+        raise UsageError(f"--url '{shown}' is no server's address: {fault}", hint=hint)
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _key_header(ctx: Context, name: str) -> dict[str, str]:
+    """Read the API key from the environment. Raises UsageError where it is not set."""
+    if not name:
+        return {}
+    key = ctx.environment.get(name, "").strip()
+    if not key:
+        raise UsageError(
+            f"the environment variable {name} is not set",
+            where="--api-key-env",
+            hint="give the name of the variable that holds the key, not the key itself",
+        )
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError(f"the key in {name} holds characters that no header can carry")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def identify_any(ctx: Context, endpoint: Endpoint, run: Run) -> Endpoint:
+    """Ask which models there are, and judge whether the one that is wanted is among them.
+
+    An engine may answer for a model that it does not have (llama-server does), so the answers alone
+    would not tell. Raises NotHealthy where nobody answers.
+    """
+    where = f"GET {endpoint.url}/v1/models"
+    try:
+        told = served(ctx.http, endpoint)
+    except Unreachable as error:
+        hint = "is the server up, and is this its port?"
+        if "401" in error.why or "403" in error.why:
+            hint = "it wants an API key: name the variable that holds it with --api-key-env"
+        raise NotHealthy(
+            f"the server does not say which models it serves: {error.why}", where=where, hint=hint
+        ) from error
+    models = told.models
+    wanted = endpoint.model or (models[0] if models else "")
+    run.check(
+        check(
+            "probe.model",
+            f"serves {endpoint.model}" if endpoint.model else "serves a model",
+            ", ".join(models)[:300] or None,
+            where,
+            ok=wanted in models if models else None,
+        )
+    )
+    if wanted not in models:
+        raise NotHealthy(
+            f"the server does not serve '{wanted}'" if wanted else "the server lists no model",
+            where=where,
+            hint=f"it serves {', '.join(models)[:300]}" if models else "is it still loading?",
+        )
+    return replace(endpoint, model=wanted, engine=told.engine)
