@@ -360,11 +360,13 @@ def nightly(
     commit="a commit's 40 hex digits",
     repo="whose it is, OWNER/NAME (default: the engine's upstream)",
     recipe=f"{RECIPE}, to try it on; without it, all recipes of that engine",
+    set_=SET,
     update="accept that it is another one than was pinned",
     vendor="keep the diff itself beside its manifest",
     allow="how loosely it may fit: offset or fuzz (default: exactly)",
     dry_run="fetch, compare and try; write nothing",
     judge="build and serve the recipe with it and without it, compare, and write down the verdict",
+    accept_memory_risk="why --judge serves although it does not fit; kept in the records",
 )
 def patch(
     _: Context,
@@ -374,11 +376,13 @@ def patch(
     commit: str | None = None,
     repo: str | None = None,
     recipe: str | None = None,
+    set_: Flags = None,
     update: bool = False,
     vendor: bool = False,
     allow: str | None = None,
     dry_run: bool = False,
     judge: bool = False,
+    accept_memory_risk: str | None = None,
     json: bool = False,
     debug: bool = False,
 ) -> None:

@@ -37,6 +37,9 @@ class Options:
     allow: str = ""
     dry_run: bool = False
     judge: bool = False
+    set_: tuple[str, ...] = ()
+    accept_memory_risk: str = ""
+    """Why the two servers are started although they do not fit."""
 
 
 def run(ctx: Context, options: Options) -> Outcome:
@@ -51,7 +54,11 @@ def run(ctx: Context, options: Options) -> Outcome:
             else "--judge needs a recipe to judge the patch with",
             hint="invoke patch --pr N --recipe NAME --judge builds, serves and compares",
         )  # fmt: skip
-    loaded = load(find(options.recipe, ctx.recipes)) if options.recipe else None
+    if options.set_ and not options.recipe:
+        raise UsageError("--set belongs to --recipe")
+    if options.accept_memory_risk and not options.judge:
+        raise UsageError("--accept-memory-risk belongs to --judge, which starts servers")
+    loaded = load(find(options.recipe, ctx.recipes), options.set_) if options.recipe else None
     wish = read_wish(ctx, options, loaded)
     made = pin(ctx, wish, update=options.update, vendor=options.vendor, write=not options.dry_run)
     recipes = [loaded] if loaded else _recipes(ctx, engine_of(made.manifest.repo))
@@ -68,7 +75,8 @@ def run(ctx: Context, options: Options) -> Outcome:
     if loaded and options.judge and error is None:
         from bakehouse.commands import patch_judge  # it brings in all of `serve`
 
-        return patch_judge.judge_pinned(ctx, loaded, made, allow, outcome)
+        how = patch_judge.How(allow, options.set_, options.accept_memory_risk)
+        return patch_judge.judge_pinned(ctx, loaded, made, how, outcome)
     return outcome
 
 
@@ -119,7 +127,10 @@ _HOW = {
 def _pin_lines(made: Pinned, *, dry: bool) -> list[str]:
     manifest = made.manifest
     parts = read_diff(made.data, manifest.name)
-    moved = {p.path: f", renamed from {p.moved_from}" for p in parts if p.moved_from}
+    beside: dict[str, list[str]] = {}
+    for part in parts:
+        moved = [f"renamed from {part.moved_from}"] if part.moved_from else []
+        beside.setdefault(part.path, []).extend(moved + ([part.mode] if part.mode else []))
     how = _HOW[made.how]
     how = f"would be {how}" if dry and made.how in ("new", "moved") else how
     lines = [
@@ -130,7 +141,7 @@ def _pin_lines(made: Pinned, *, dry: bool) -> list[str]:
         f"base      {manifest.base or 'not known'}",
         f"diff      {counts(parts)}, {len(made.data):,} bytes",
         f"sha256    {manifest.sha256}",
-        *(f"file      {f.path} +{f.added} -{f.removed}{moved.get(f.path, '')}"
+        *(", ".join((f"file      {f.path} +{f.added} -{f.removed}", *beside.get(f.path, ())))
           for f in manifest.files),
         *([f"upstream  {manifest.upstream}"] if manifest.upstream else []),
         *(["standing  experimental"] if manifest.experimental else []),
@@ -152,6 +163,8 @@ def _result(made: Pinned, rows: Sequence[Tried]) -> dict[str, Any]:
         "manifest": made.manifest.to_data(),
         "path": str(made.path),
         "how": made.how,
+        "modes": {part.path: part.mode for part in read_diff(made.data, made.manifest.name)
+                  if part.mode},
         "changes": list(made.changes),
         "notes": list(made.notes),
         "tried": [

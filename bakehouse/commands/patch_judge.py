@@ -53,6 +53,17 @@ LEFT_S = 3600.0
 
 
 @dataclass(frozen=True)
+class How:
+    """What the flags say of the judging, beside the patch and the recipe."""
+
+    allow: Fit = "exact"
+    overrides: tuple[str, ...] = ()
+    """Of the recipe, as `--set` gave them: for both servers, and kept with the verdict."""
+    risk: str = ""
+    """Why both are started although they do not fit this machine's memory."""
+
+
+@dataclass(frozen=True)
 class Case:
     """What is to be judged: one patch, with one recipe."""
 
@@ -67,6 +78,7 @@ class Case:
     """The same without it, other patches in place."""
     name: str
     expect: Expect = field(default_factory=Expect)
+    how: How = field(default_factory=How)
 
     def lock(self, name: str) -> Lock:
         """Give the lock of a side."""
@@ -119,6 +131,8 @@ def judge_case(ctx: Context, case: Case) -> Verdict:
     with Run.start(ctx, "patch", recipe.name, secrets=recipe.secrets) as record:
         record.pin(lock=digest(case.patched))
         record.fact("patch", case.pin.to_data())
+        if case.how.overrides:
+            record.fact("overrides", case.how.overrides)
         servers = {n: _Server(ctx, case, what, n, record.id[-4:]) for n in ("without", "with")}
         for server in servers.values():
             server.prepare()
@@ -130,6 +144,8 @@ def judge_case(ctx: Context, case: Case) -> Verdict:
             without = longer(without, servers["without"].speed())
             judged = judge(without, patched, case.expect, speculates=_speculates(case))
         found = {**evidence(judged, without, patched), "run": record.id}
+        if case.how.overrides:
+            found["set"] = list(case.how.overrides)
         record.check(*judged.checks)
         record.fact("verdict", {"word": judged.word, "reasons": judged.reasons, **found})
         record.fact("changes", [c.to_data() for c in judged.changes])
@@ -137,14 +153,14 @@ def judge_case(ctx: Context, case: Case) -> Verdict:
         word = judged.word or "not judged"
         code = {"harmful": PatchError.exit_code, "not judged": NotHealthy.exit_code}.get(word, 0)
         record.finish(f"{word}: {judged.reasons[0]}", exit_code=code)
-    text = "\n".join(lines(case.name, case.pin, case.patched, judged, (without, patched)))
+    told = lines(case.name, case.pin, case.patched, judged, (without, patched))
+    told += [f"set         {override}" for override in case.how.overrides]
+    text = "\n".join(told)
     date = ctx.clock.now().strftime("%Y-%m-%dT%H:%M:%SZ")
     return Verdict(judged, (without, patched), found, record.record, date, text)
 
 
-def judge_pinned(
-    ctx: Context, loaded: Loaded, made: Pinned, allow: Fit, before: Outcome
-) -> Outcome:
+def judge_pinned(ctx: Context, loaded: Loaded, made: Pinned, how: How, before: Outcome) -> Outcome:
     """Judge a pinned patch with a recipe, and write the verdict into its manifest.
 
     A patch of the recipe's own is left out for the comparison, another one is added; patches beside
@@ -152,13 +168,14 @@ def judge_pinned(
     """
     manifest, path, engine = made.manifest, loaded.path, loaded.recipe.engine
     own = any(p.key(engine) == manifest.name for p in loaded.recipe.patches)
-    add = for_run.Asked() if own else for_run.Asked(add=(manifest.name,), allow=allow)
+    add = for_run.Asked() if own else for_run.Asked(add=(manifest.name,), allow=how.allow)
     drop = for_run.Asked(drop=(manifest.name,)) if own else for_run.Asked()
-    changed = combinations.load_good(path, (), add.change(ctx))
+    changed = combinations.load_good(path, how.overrides, add.change(ctx))
     bare = drop.change(ctx)(loaded)
-    patched, without = for_run.ensure(ctx, changed, add), for_run.ensure(ctx, bare, drop)
+    patched = for_run.ensure(ctx, changed, add, how.overrides)
+    without = for_run.ensure(ctx, bare, drop, how.overrides)
     pin = next(p for p in patched.patches if p.file.path == manifest.name)
-    case = Case(changed, bare, pin, patched, without, manifest.name, manifest.expect)
+    case = Case(changed, bare, pin, patched, without, manifest.name, manifest.expect, how)
     found = judge_case(ctx, case)
     kept = keep(made, found, loaded.recipe.name, pin, patched)
     outcome = found.outcome(before.result, f"{found.text}\n{kept}")
@@ -212,8 +229,8 @@ class _Server:
         self._name = name
         self._problem: str | None = None
         self._options = serve.Options(
-            recipe=str(case.loaded.path), port="0", foreground=True,
-            instance=f"{INSTANCE}-{id_}-{name}",
+            recipe=str(case.loaded.path), set_=case.how.overrides, port="0", foreground=True,
+            accept_memory_risk=case.how.risk, instance=f"{INSTANCE}-{id_}-{name}",
         )  # fmt: skip
         self._build = ""
         self._log = Path("server.log")

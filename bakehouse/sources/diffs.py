@@ -24,6 +24,7 @@ _BARE = re.compile(r"(?:rename from |copy from |new file mode |deleted file mode
 _MODE = re.compile(
     r"(?:old mode |new mode |new file mode |deleted file mode |index \w+\.\.\w+ )(\d+)\s*$"
 )
+_CHANGED = re.compile(r"(old mode|new mode|new file mode|deleted file mode) (\d+)\s*$")
 _INDEX = re.compile(r"index (\w+)\.\.(\w+)")
 _EMPTY = re.compile(r"0+|e69de29[0-9a-f]*")
 """Git's ids of no file, and of an empty one."""
@@ -82,6 +83,21 @@ class FilePart:
     def removed(self) -> int:
         """Lines that go."""
         return sum(hunk.count(b"-") for hunk in self.hunks)
+
+    @property
+    def mode(self) -> str:
+        """What happens to its mode, or to it as a whole, in words; empty where nothing does."""
+        modes = {
+            found[1]: found[2]
+            for row in self.header
+            if (found := _CHANGED.match(row.decode(errors="replace")))
+        }
+        if "old mode" in modes and "new mode" in modes:
+            return f"mode {modes['old mode']} -> {modes['new mode']}"
+        if "deleted file mode" in modes:
+            return "deleted"
+        made = modes.get("new file mode")
+        return f"new, mode {made}" if made else ""
 
     def alone(self, hunk: Hunk) -> bytes:
         """A diff of one hunk of this part, to be tried by itself."""

@@ -298,6 +298,34 @@ def test_a_patch_of_an_image_is_tried_where_the_derived_image_is_built(
     assert json.loads(capsys.readouterr().out)["checks"][0]["verdict"] == "unknown"
 
 
+def test_overrides_and_a_taken_risk_reach_both_servers(
+    home: Path,
+    builds: Builds,
+    places: Places,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BAKEHOUSE_HOME", str(places.cache.parent))
+    (home.parent / "more.patch").write_text(MORE)
+    builds.judged = "more"
+    set_ = ["memory.reserve=1000TiB"]
+    flags = {"file": str(home.parent / "more.patch"), "recipe": "tiny", "judge": True, "set_": set_}
+    assert cli.main("patch", flags, json=True, recipes=home) == 9
+    assert json.loads(capsys.readouterr().out)["error"]["id"] == "memory"
+    flags["accept_memory_risk"] = "it is my machine"
+    assert cli.main("patch", flags, json=True, recipes=home) == 0
+    said = json.loads(capsys.readouterr().out)["result"]
+    assert said["verdict"] == "no effect"
+    assert said["evidence"]["set"] == set_
+    assert json.loads(Path(said["record"]).read_text())["facts"]["overrides"] == set_
+    judged = [json.loads(p.read_text()) for p in places.runs.glob("*-judge-tiny-*/record.json")]
+    taken = [r["facts"].get("memory_risk_accepted") for r in judged if r["exit"] == 0]
+    assert taken.count("it is my machine") == 2, "each of the two servers was let in by it"
+    (kept,) = read_manifest(Path(said["path"])).verdicts
+    assert kept.evidence["set"] == set_
+    assert nothing_left(places)
+
+
 def test_this_machines_troubles_are_no_verdict(
     judged: Judge, builds: Builds, places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
