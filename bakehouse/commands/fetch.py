@@ -14,7 +14,7 @@ from bakehouse.recipe.load import find
 from bakehouse.resolve import ensure_lock, lock_path
 from bakehouse.sources.images import ensure_image
 from bakehouse.sources.tree import ensure_tree, repository_of
-from bakehouse.sources.weights import ensure
+from bakehouse.sources.weights import ensure, refuse_offline
 from bakehouse.toolkit.provide import fetch as fetch_toolkit
 
 
@@ -34,6 +34,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     loaded = load_sound(find(options.recipe, ctx.recipes), options.set)
     pinned.require(ctx, loaded)
     lock = ensure_lock(ctx, loaded, locked=options.locked)
+    refuse_offline(ctx, lock)
     ensure_tree(ctx, lock)
     wheels = fetch_toolkit(ctx, lock.toolkit) if lock.toolkit else ()
     images = _images(ctx, lock)

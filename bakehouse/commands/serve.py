@@ -44,7 +44,7 @@ from bakehouse.serve.listeners import refuse_taken
 from bakehouse.serve.ready import Limits
 from bakehouse.serve.watch import Tail
 from bakehouse.sources.weights import ensure as ensure_weights
-from bakehouse.sources.weights import locate
+from bakehouse.sources.weights import locate, refuse_offline
 
 TICK_S = 0.2
 
@@ -216,6 +216,7 @@ def _early(ctx: Context, wanted: Wanted, record: Run, risk: str) -> None:
     if not alive:
         refuse_taken(wanted.plan.host, wanted.plan.port)
     _known_bad(ctx, wanted, record)
+    refuse_offline(ctx, wanted.lock)
     if not alive and not risk:
         found = locate(ctx.places, wanted.loaded.folder, wanted.recipe, wanted.lock)
         files = found["model"].files

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bakehouse.context import Context
 from bakehouse.errors import HostError, LockError
+from bakehouse.progress import Silent
 from bakehouse.redact import clean
 
 CHUNK = 2**19
@@ -18,6 +19,8 @@ CHUNK = 2**19
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 REPORT = 2**24
 """Bytes between two reports of progress."""
+SHOWN = 2**28
+"""Bytes; hashing so large a file takes long enough to say that it is done."""
 
 
 def sha256_file(path: Path, on_bytes: Callable[[int, int | None], None] | None = None) -> str:
@@ -158,7 +161,9 @@ def _fetch(
                 url, incoming, headers=headers, size=size,
                 on_bytes=bar.update, on_wait=ctx.progress.say,
             )  # fmt: skip
-    return sha256_file(incoming), pieced
+    bars = ctx.progress if incoming.stat().st_size >= SHOWN else Silent()
+    with bars.bar(f"hash {title or incoming.name}", "B") as bar:
+        return sha256_file(incoming, bar.update), pieced
 
 
 _MAGIC: tuple[tuple[bytes, str], ...] = (

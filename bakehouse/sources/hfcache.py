@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bakehouse.lock import FilePin
+from bakehouse.sources.hublogin import home
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:
@@ -18,14 +19,8 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if given := environment.get(name):
             return Path(os.path.expanduser(given))
-    if home := environment.get("HF_HOME"):
-        return Path(os.path.expanduser(home)) / "hub"
-    base = environment.get("XDG_CACHE_HOME")
-    if not base:
-        if not (home := environment.get("HOME")):
-            return None
-        base = str(Path(home) / ".cache")
-    return Path(os.path.expanduser(base)) / "huggingface" / "hub"
+    base = home(environment)
+    return base / "hub" if base else None
 
 
 class CachedRepository:

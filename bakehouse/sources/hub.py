@@ -14,10 +14,12 @@ from bakehouse.errors import BakehouseError, HostError, LockError, NotFound, Usa
 from bakehouse.ports.git import COMMIT
 from bakehouse.ports.http import HttpStatus, Reply, Unreachable
 from bakehouse.redact import clean, without_credentials
+from bakehouse.sources.hublogin import Token, headers, must_be_online, token
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
 
+LOGIN = "set HF_TOKEN to your token, or run 'hf auth login'"
 ENDPOINT = "https://huggingface.co"
 ATTEMPTS = 4
 LONGEST_WAIT_S = 120.0
@@ -28,7 +30,6 @@ MAX_PAGES = 200
 MAX_FILE = 2**50
 """Bytes; a listing with a larger file is no listing."""
 _ENDPOINT = re.compile(r"[A-Za-z]+://(?:\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::\d{1,5})?(?:/[\w./~%-]*)?")
-_TOKEN = re.compile(r"[\x21-\x7e]+")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
@@ -72,23 +73,9 @@ def endpoint(environment: Mapping[str, str]) -> str:
     return url
 
 
-def headers(environment: Mapping[str, str]) -> dict[str, str]:
-    """What authorises a request, where a token is set; never shown. Raises UsageError."""
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        if token := environment.get(name, "").strip():
-            if not _TOKEN.fullmatch(token):
-                raise UsageError(
-                    f"{name} holds what no token holds: a space, a line break or a letter that is "
-                    "not ASCII",
-                    where=f"{name}, {len(token)} characters long",
-                    hint="copy the token anew: it begins with hf_",
-                )
-            return {"Authorization": f"Bearer {token}"}
-    return {}
-
-
 def file_url(ctx: Context, repository: str, commit: str, path: str) -> str:
-    """Where a file lies at a commit."""
+    """Where a file lies at a commit. Raises HostError where the hub may not be asked."""
+    must_be_online(ctx.environment, path, f"{repository} at {commit}")
     return f"{endpoint(ctx.environment)}/{repository}/resolve/{commit}/{quote(path)}"
 
 
@@ -103,11 +90,12 @@ def list_files(ctx: Context, repository: str, revision: str, *, patient: bool = 
             f"'{clean(repository)}' is not a hub repository", hint="write it as owner/name"
         )
     where = f"{endpoint(ctx.environment)}/{repository}, revision {clean(revision)}"
+    must_be_online(ctx.environment, "what it lists", where)
     base = f"{endpoint(ctx.environment)}/api/models/{repository}"
     url = f"{base}/revision/{quote(revision, safe='')}?blobs=true"
     reply = _ask(ctx, url, where, attempts=ATTEMPTS if patient else 1)
     if reply.status != 200:
-        raise refused(reply.status, reply.headers, where, bool(headers(ctx.environment)))
+        raise refused(reply.status, reply.headers, where, token(ctx))
     try:
         answer = reply.json()
         commit, siblings = answer["sha"], answer["siblings"]
@@ -134,7 +122,7 @@ def _tree(ctx: Context, base: str, commit: str, where: str) -> Iterator[HubFile]
     for _ in range(MAX_PAGES):
         reply = _ask(ctx, url, where)
         if reply.status != 200:
-            raise refused(reply.status, reply.headers, where, bool(headers(ctx.environment)))
+            raise refused(reply.status, reply.headers, where, token(ctx))
         try:
             rows = [row for row in reply.json() if row["type"] == "file"]
             made = [_file({**row, "rfilename": row["path"]}) for row in rows]
@@ -218,7 +206,7 @@ def _ask(
             ctx.http.ask,
             "GET",
             url,
-            headers=headers(ctx.environment),
+            headers=headers(ctx),
             max_bytes=max_bytes,
             timeout=30 if attempts > 1 else 10,
         )
@@ -248,20 +236,23 @@ def small_file(ctx: Context, repository: str, commit: str, path: str, max_bytes:
     where = f"{repository}, {clean(path)}"
     reply = _ask(ctx, file_url(ctx, repository, commit, path), where, max_bytes)
     if reply.status != 200:
-        raise refused(reply.status, reply.headers, where, bool(headers(ctx.environment)))
+        raise refused(reply.status, reply.headers, where, token(ctx))
     return reply.body
 
 
-def refused(status: int, sent: Mapping[str, str], where: str, with_token: bool) -> BakehouseError:
+def refused(
+    status: int, sent: Mapping[str, str], where: str, sent_token: Token | None
+) -> BakehouseError:
     """Tell apart: wants a token, wants terms accepted, no such repository, revision or file."""
     code = {key.lower(): value for key, value in sent.items()}.get("x-error-code", "")
-    if code == "GatedRepo" or (status == 403 and with_token):
+    if code == "GatedRepo" or (status == 403 and sent_token is not None):
         return HostError(
             "the model is gated: the hub gives it out only to those who accepted its terms",
             where=where,
-            hint="open the model's page, accept the terms with the account of your HF_TOKEN"
-            if with_token
-            else "accept the terms on the model's page, then set HF_TOKEN to your token",
+            hint="open the model's page, accept the terms with the account whose token "
+            f"{sent_token.origin} holds"
+            if sent_token
+            else f"accept the terms on the model's page, then {LOGIN}",
             id="hub-gated",
         )
     if code == "RevisionNotFound":
@@ -269,20 +260,20 @@ def refused(status: int, sent: Mapping[str, str], where: str, with_token: bool) 
     if code == "EntryNotFound":
         return NotFound("the hub repository has no such file", where=where, id="hub-file")
     if status in (401, 403):
-        what = "says no to your token" if with_token else "wants a token, or has no such repository"
+        what = "says no to your token" if sent_token else "wants a token, or has no such repository"
         return HostError(
             f"the hub {what}",
             where=where,
-            hint="see that HF_TOKEN is valid and may read this repository"
-            if with_token
-            else "see that the name is right; for a private or gated one set HF_TOKEN",
+            hint=f"see that the token in {sent_token.origin} is valid and may read this repository"
+            if sent_token
+            else f"see that the name is right; for a private or gated one, {LOGIN}",
             id="hub-login",
         )
     if status == 404:
         return NotFound(
             "the hub has no such repository, or it is private",
             where=where,
-            hint="see that the name is right; for a private one set HF_TOKEN",
+            hint=f"see that the name is right; for a private one, {LOGIN}",
             id="hub-repository",
         )
     return HostError(
@@ -290,15 +281,15 @@ def refused(status: int, sent: Mapping[str, str], where: str, with_token: bool) 
     )
 
 
-def explain(error: HttpStatus, where: str, environment: Mapping[str, str]) -> BakehouseError:
+def explain(ctx: Context, error: HttpStatus, where: str) -> BakehouseError:
     """Put a refused download into the hub's terms: the file was listed when it was pinned."""
     code = any(key.lower() == "x-error-code" for key in error.headers)
     if error.status in (404, 410, 451) and not code:
         return NotFound(
             "the hub no longer gives out this file at the pinned revision",
             where=where,
-            hint="the repository or the revision was taken away or made private: set HF_TOKEN if "
-            "you may read it, or see what there is now with 'invoke lock --update'",
+            hint="the repository or the revision was taken away or made private: if you may "
+            f"read it, {LOGIN}; or see what there is now with 'invoke lock --update'",
             id="hub-file",
         )
-    return refused(error.status, error.headers, where, bool(headers(environment)))
+    return refused(error.status, error.headers, where, token(ctx))

@@ -19,7 +19,8 @@ from typing import Any
 from bakehouse.base import to_json
 from bakehouse.context import Context
 from bakehouse.places import Places
-from bakehouse.sources.files import sha256_file, write_atomic
+from bakehouse.progress import Silent
+from bakehouse.sources.files import SHOWN, sha256_file, write_atomic
 from bakehouse.sources.together import Together, all_at_once
 
 SETTLED_NS = 50_000_000
@@ -86,6 +87,14 @@ def hash_now(ctx: Context, path: Path, on_bytes: Callable[[int, int | None], Non
     found = sha256_file(path, on_bytes)
     remember(ctx, path, found, before)
     return found
+
+
+def hash_fetched(ctx: Context, path: Path, name: str) -> str:
+    """Hash a file that has just come, and remember it; a large one shows how far that is."""
+    size = path.stat().st_size
+    bars = ctx.progress if size >= SHOWN else Silent()
+    with bars.bar(f"hash {name}", "B") as bar:
+        return hash_now(ctx, path, Together(bar, size).of(path))
 
 
 def remember(ctx: Context, path: Path, sha256: str, before: dict[str, Any] | None = None) -> None:

@@ -19,17 +19,16 @@ from bakehouse.redact import clean
 from bakehouse.sources import hub
 from bakehouse.sources.choice import WEIGHTS, check_name, check_weights, choose
 from bakehouse.sources.files import guarded
+from bakehouse.sources.hublogin import must_be_online
 from bakehouse.sources.known import known_sha256s
 from bakehouse.sources.registry import fetch_file
 from bakehouse.sources.weights import (
     check_headers,
-    drop_wheel,
-    extract,
-    find_wheel,
     folder_of,
     local_base,
     place,
 )
+from bakehouse.sources.wheels import drop_wheel, extract, find_wheel
 
 MAX_SMALL = 64 * 2**20
 """Bytes; a file of the hub that is not in LFS is read whole to be hashed."""
@@ -69,7 +68,8 @@ def look_first(ctx: Context, folder: Path, weights: Weights) -> None:
     if weights.path is not None:
         _local(folder, weights)
     elif weights.hub is not None:
-        hub.endpoint(ctx.environment)
+        where = f"{hub.endpoint(ctx.environment)}/{weights.hub}"
+        must_be_online(ctx.environment, "what it lists, which a lock pins", where)
 
 
 def _pin_local(ctx: Context, folder: Path, weights: Weights) -> WeightPin:

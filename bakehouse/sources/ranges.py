@@ -9,6 +9,7 @@ from bakehouse.context import Context
 from bakehouse.errors import HostError
 from bakehouse.ports.http import Reply, Unreachable
 from bakehouse.sources import hub
+from bakehouse.sources.hublogin import headers, token
 
 TRIES = 3
 
@@ -40,8 +41,7 @@ class RemoteFile:
         length = min(length, self.size - offset)
         if length <= 0:
             return b""
-        headers = hub.headers(self.ctx.environment)
-        asked = {**headers, "Range": f"bytes={offset}-{offset + length - 1}"}
+        asked = {**headers(self.ctx), "Range": f"bytes={offset}-{offset + length - 1}"}
         why = ""
         for attempt in range(TRIES):
             if attempt:
@@ -59,7 +59,7 @@ class RemoteFile:
             if reply.status == 206 or (reply.status == 200 and not offset):
                 return reply.body[:length]
             if reply.status < 500 and reply.status not in (200, 408, 429):
-                raise hub.refused(reply.status, reply.headers, self.name, bool(headers))
+                raise hub.refused(reply.status, reply.headers, self.name, token(self.ctx))
             why = f"HTTP {reply.status} where a part of the file was asked for"
         raise HostError(
             f"the header of a file on the hub cannot be read: {why}",

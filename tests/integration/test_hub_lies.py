@@ -235,7 +235,7 @@ def test_what_came_whole_is_not_fetched_again_after_a_kill(
     def killed(*_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(weights, "hash_now", killed)
+    monkeypatch.setattr(weights, "hash_fetched", killed)
     with pytest.raises(KeyboardInterrupt):
         ensure(ctx, loaded, lock)
     assert whole_but_not_placed(ctx, lock).read_bytes() == MODEL
