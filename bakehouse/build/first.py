@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bakehouse.redact import clean
 
@@ -64,6 +64,9 @@ def first_cmake_error(lines: Sequence[str], roots: Sequence[str] = ()) -> FirstE
     for index, line in enumerate(lines):
         if found := _CMAKE_AT.match(line.strip()):
             message = _indented(lines, index + 1) or "CMake gave no reason"
+            if inner := _compilers_own(lines, index + 1):
+                summary = re.split(r"\.\s", message, maxsplit=1)[0]
+                return replace(inner, message=f"{clean(summary)}: {inner.message}")
             return FirstError(
                 clean(message), index + 1, _short(found["file"], roots), int(found["line"])
             )
@@ -71,6 +74,19 @@ def first_cmake_error(lines: Sequence[str], roots: Sequence[str] = ()) -> FirstE
             message = found["message"] or _indented(lines, index + 1) or "CMake gave no reason"
             file = _short(found["file"], roots) if found["file"] else None
             return FirstError(clean(message), index + 1, file)
+    return None
+
+
+def _compilers_own(lines: Sequence[str], start: int) -> FirstError | None:
+    """Give the complaint of a compiler that CMake tried out, from the output that it quotes."""
+    end = next(
+        (n for n in range(start, len(lines)) if lines[n].strip() and not lines[n].startswith("  ")),
+        len(lines),
+    )
+    heads = ("The output was:", "fails with the following output:")
+    for index in range(start, end):
+        if lines[index].strip().endswith(heads):
+            return _first_in(lines, index + 1, end, ())
     return None
 
 

@@ -9,7 +9,6 @@ from bakehouse.build.image_overlay import lay_over
 from bakehouse.checks import Check
 from bakehouse.context import Context
 from bakehouse.lock import Lock
-from bakehouse.plan.image_build import expected_of
 from bakehouse.plan.types import ImagePlan
 from bakehouse.ports.docker import ImageFacts
 from bakehouse.recipe.load import Loaded
@@ -17,6 +16,7 @@ from bakehouse.recipe.model import Build
 from bakehouse.records.store import Run
 from bakehouse.sources.configs import architectures
 from bakehouse.sources.images import ensure_image
+from bakehouse.toolkit.settle import for_builder
 
 
 class ImageArtifact(Frozen):
@@ -72,10 +72,8 @@ def _have(
         return found, "", (), held is not None
     if loaded.recipe.image:
         return (*lay_over(ctx, lock, plan, run, recipes=loaded.folder), False)
-    build = loaded.recipe.build or Build()
-    expected = expected_of(build, lock, plan.arch)
-    cuda = build.cuda.version if build.cuda else None
-    return (*build_image(ctx, lock, plan, expected, run, cuda=cuda), False)
+    build = for_builder(ctx, loaded.recipe).build or Build()
+    return (*build_image(ctx, lock, plan, build, run), False)
 
 
 def _able(

@@ -15,6 +15,13 @@ from bakehouse.build import configure as file_api
 from bakehouse.build import steps
 from bakehouse.build.ensure import write_source
 from bakehouse.build.first import FirstError, first_build_error, first_cmake_error
+from bakehouse.build.image_cuda import (
+    DRIVER,
+    accept_image_devices,
+    accept_image_files,
+    ask_server,
+    with_toolkit,
+)
 from bakehouse.build.image_files import ImageFile, image_files, read_tar, tree_digest
 from bakehouse.build.ninja import NinjaWatch
 from bakehouse.build.work import digest_lock
@@ -23,18 +30,21 @@ from bakehouse.context import Context
 from bakehouse.engines.configured import Configured, Expected
 from bakehouse.engines.llamacpp.accept import RULES
 from bakehouse.engines.llamacpp.cmake import git_stand_in
+from bakehouse.engines.llamacpp.cuda import decisive, refuse_cuda
 from bakehouse.errors import BuildFailed, HostError
 from bakehouse.lock import Lock
 from bakehouse.plan.built import base_name
 from bakehouse.plan.dockerfile import script
-from bakehouse.plan.image_build import SCRIPTS
+from bakehouse.plan.image_build import CUDA_ROOT, SCRIPTS, expected_of
 from bakehouse.plan.types import ImagePlan, Step
 from bakehouse.ports.docker import OURS, ContainerSpec, ImageFacts
 from bakehouse.ports.docker_errors import explain
 from bakehouse.ports.process import Captured, Finished, environment
+from bakehouse.recipe.model import Build
 from bakehouse.records.store import Run
 from bakehouse.redact import clean
 from bakehouse.sources.files import write_atomic
+from bakehouse.toolkit.views import Told
 
 PASSED_ON = (
     "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY",
@@ -93,12 +103,9 @@ def kept_record(ctx: Context, plan: ImagePlan) -> Path:
     return ctx.places.images / "built" / f"{plan.digest}.json"
 
 
-def build_image(
-    ctx: Context, lock: Lock, plan: ImagePlan, expected: Expected, run: Run, *, cuda: str | None
-) -> Made:
-    """Build the plan's image; its base images are here.
+def build_image(ctx: Context, lock: Lock, plan: ImagePlan, build: Build, run: Run) -> Made:
+    """Build the plan's image; its base images are here. `build` is the recipe's, as built here.
 
-    `cuda` is the toolkit's version that the recipe asks for.
     Raises BuildFailed (6), HostError (9), LockError (4).
     """
     env = build_environment(ctx)
@@ -113,14 +120,17 @@ def build_image(
             with run.step("source"):
                 write_context(ctx, lock, plan, folder)
             configured = _configure(ctx, plan, run, env, folder)
-            checks = _accept(configured, expected, cuda, run)
+            expected, told = with_toolkit(
+                expected_of(build, lock, plan.arch), build, CUDA_ROOT, folder / "evidence",
+                configured.log_path,
+            )  # fmt: skip
+            checks = _accept(configured, expected, run)
             _compile(ctx, plan, run, env, folder)
+            return _proven(ctx, lock, plan, run, folder, checks, expected, told)
         finally:
             # Not sooner: the classic builder makes every stage again whose image is gone.
             ctx.docker.remove_image(evidence)
             steps.clear(folder)
-        found, verified = _verify(ctx, lock, plan, run)
-        return keep_record(ctx, plan, found, (*checks, *verified))
 
 
 def name_bases(ctx: Context, plan: ImagePlan) -> None:
@@ -132,10 +142,14 @@ def name_bases(ctx: Context, plan: ImagePlan) -> None:
 
 
 def keep_record(
-    ctx: Context, plan: ImagePlan, found: ImageFacts, checks: tuple[Check, ...]
+    ctx: Context,
+    plan: ImagePlan,
+    found: ImageFacts,
+    checks: tuple[Check, ...],
+    files: tuple[ImageFile, ...] | None = None,
 ) -> Made:
     """Write down what was built, file by file, and what proved it."""
-    files = image_files(ctx.docker, plan.image)
+    files = image_files(ctx.docker, plan.image) if files is None else files
     built = Built(id=found.id, content=tree_digest(files), checks=checks, files=files)
     write_atomic(kept_record(ctx, plan), to_json(built).encode())
     return found, built.content, checks
@@ -185,33 +199,13 @@ def _configure(
         ) from error  # fmt: skip
 
 
-def _accept(
-    configured: Configured, expected: Expected, cuda: str | None, run: Run
-) -> tuple[Check, ...]:
+def _accept(configured: Configured, expected: Expected, run: Run) -> tuple[Check, ...]:
     with run.step("accept"):
         checks = tuple(c for rule in RULES for c in rule(configured, expected))
-        checks += cuda_pair(configured, cuda)
     run.checks(checks)
-    steps.all_passed("what CMake configured is not what was asked for", checks)
+    refuse_cuda(configured, expected, checks)
+    steps.all_passed("what CMake configured is not what was asked for", decisive(checks))
     return checks
-
-
-def cuda_pair(configured: Configured, wanted: str | None) -> tuple[Check, ...]:
-    """Whether compiler and toolkit, which CMake looks up apart, are both of the release wanted."""
-    if wanted is None:
-        return ()
-    text = "\n".join(configured.log)
-    toolkit = re.search(r'Found CUDAToolkit: .*\(found version "([\d.]+)"', text)
-    compiler = re.search(r"The CUDA compiler identification is NVIDIA ([\d.]+)", text)
-    seen = [found[1] if found else "nothing" for found in (toolkit, compiler)]
-    fits = all(f"{version}.".startswith(f"{wanted}.") for version in seen)
-    return (
-        check(
-            "configure.cuda", f"toolkit and compiler {wanted}",
-            f"toolkit {seen[0]}, compiler {seen[1]}", configured.log_path,
-            ok=fits if toolkit and compiler else None,
-        ),
-    )  # fmt: skip
 
 
 def _compile(ctx: Context, plan: ImagePlan, run: Run, env: dict[str, str], folder: Path) -> None:
@@ -265,34 +259,56 @@ def labelled(plan: ImagePlan, found: ImageFacts) -> Check:
     return check("image.labels", f"{len(plan.labels)} of ours", seen, plan.image, ok=not wrong)
 
 
-def _verify(
-    ctx: Context, lock: Lock, plan: ImagePlan, run: Run
-) -> tuple[ImageFacts, tuple[Check, ...]]:
-    """Hold the image against the plan, and run its server for the stamp."""
+def _proven(
+    ctx: Context,
+    lock: Lock,
+    plan: ImagePlan,
+    run: Run,
+    folder: Path,
+    checks: tuple[Check, ...],
+    expected: Expected,
+    told: Told | None,
+) -> Made:
+    """Hold the image against the plan, its files against what they need, and run its server."""
     found = ctx.docker.image(plan.image)
     if found is None:
         raise BuildFailed("the build left no image", where=plan.image, hint="see its log")
+    inside = folder / "inside"
+    inside.mkdir()
+    below = plan.server.rpartition("/")[0]
+    files = image_files(ctx.docker, found.id, below=below, target=inside)
     not_root = check("image.user", "not root", found.user or "root", plan.image,
                      ok=not found.has_root)  # fmt: skip
-    checks: tuple[Check, ...] = (labelled(plan, found), not_root)
+    where = f"{below} in {plan.image}"
+    seen: tuple[Check, ...] = (labelled(plan, found), not_root)
+    seen += accept_image_files(inside, files, expected, told, where)
+    run.checks(seen)
+    steps.all_passed("the image that was built is not what was asked for", seen)
+    ran = _run_server(ctx, lock, plan, found, run, told)
+    if expected.cuda and ctx.docker.facts().nvidia:
+        ran += accept_image_devices(ctx, found.id, plan.server, inside, run)
+    run.checks(ran)
+    steps.all_passed("the image that was built does not prove itself", (*seen, *ran))
+    return keep_record(ctx, plan, found, (*checks, *seen, *ran), files)
+
+
+def _run_server(
+    ctx: Context, lock: Lock, plan: ImagePlan, found: ImageFacts, run: Run, told: Told | None
+) -> tuple[Check, ...]:
+    """Run the image's server for the pinned stamp."""
     step = plan.step("verify")
     spec = ContainerSpec(
         image=found.id, entrypoint=step.argv[:1], argv=step.argv[1:], network="none",
         drop_capabilities=True, labels={OURS: "question"},
     )  # fmt: skip
     with run.step(step.id, step.argv) as taken:
-        said = ctx.docker.ask(spec, timeout=steps.VERSION_S)
-        if said.code and "libcuda.so.1" in said.err and ctx.docker.facts().nvidia:
-            said = ctx.docker.ask(spec.model_copy(update={"gpus": "all"}), timeout=steps.VERSION_S)
+        said = ask_server(ctx, spec, run, told.stub if told else None)
         taken.log.write_text(said.out + said.err)
         taken.code = said.code
+    if said.code and DRIVER in said.err:
+        run.fact("driver", "this engine has no GPU and no stub of the driver: not run here")
+        ctx.progress.say("no GPU here: that the server runs is not known yet")
+        return ()
+    caught = Captured(step.argv, said.code, said.out, said.err)
     where = f"{' '.join(step.argv)} in {plan.image}"
-    if said.code and "libcuda.so.1" in said.err:
-        run.fact("driver", "this engine has no NVIDIA runtime: the server was not run here")
-        ctx.progress.say("no NVIDIA runtime here: that the server runs is not known yet")
-    else:
-        caught = Captured(step.argv, said.code, said.out, said.err)
-        checks += steps.judge_version(caught, lock.stamp, lock.build_number, where)
-    run.checks(checks)
-    steps.all_passed("the image that was built does not prove itself", checks)
-    return found, checks
+    return steps.judge_version(caught, lock.stamp, lock.build_number, where)

@@ -10,6 +10,8 @@ import hashlib
 import io
 import tarfile
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import cast
 
 from bakehouse.base import Frozen, digest
@@ -65,12 +67,17 @@ def read_tar(chunks: Iterable[bytes]) -> Iterator[tuple[tarfile.TarInfo, io.Buff
             yield entry, cast("io.BufferedIOBase | None", content)
 
 
-def image_files(docker: Docker, image: str) -> tuple[ImageFile, ...]:
-    """List an image's file tree, hashing every file; the container for it never starts."""
+def image_files(
+    docker: Docker, image: str, *, below: str = "", target: Path | None = None
+) -> tuple[ImageFile, ...]:
+    """List an image's file tree, hashing every file; the container for it never starts.
+
+    Files in the folder `below` of the image, not deeper, are written to `target` as well.
+    """
     container = docker.create(ContainerSpec(image=image, argv=("none",), network="none"))
     try:
         found = [
-            _file(entry, content)
+            _file(entry, content, _copy_of(entry, below, target))
             for entry, content in read_tar(docker.export(container))
             if not entry.name.startswith(NOT_THE_IMAGES)
         ]
@@ -79,12 +86,23 @@ def image_files(docker: Docker, image: str) -> tuple[ImageFile, ...]:
     return tuple(sorted(found, key=lambda file: file.path))
 
 
-def _file(entry: tarfile.TarInfo, content: io.BufferedIOBase | None) -> ImageFile:
+def _copy_of(entry: tarfile.TarInfo, below: str, target: Path | None) -> Path | None:
+    """Where a file is to be written, if it is."""
+    folder, _, name = f"/{entry.name}".rpartition("/")
+    return target / name if target and entry.isfile() and folder == below else None
+
+
+def _file(
+    entry: tarfile.TarInfo, content: io.BufferedIOBase | None, copy: Path | None
+) -> ImageFile:
     kinds = (("folder", entry.isdir()), ("file", entry.isfile()), ("link", entry.issym()),
              ("hard link", entry.islnk()))  # fmt: skip
     hashed = hashlib.sha256()
-    while content and (piece := content.read(2**20)):
-        hashed.update(piece)
+    with copy.open("wb") if copy else nullcontext() as kept:
+        while content and (piece := content.read(2**20)):
+            hashed.update(piece)
+            if kept:
+                kept.write(piece)
     return ImageFile(
         path=entry.name.strip("/"),
         kind=next((kind for kind, is_one in kinds if is_one), "other"),

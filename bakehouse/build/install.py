@@ -111,7 +111,7 @@ def install(
         chosen[name] = file
     for folder in (stage, target):
         folder.chmod(FOLDER_MODE)
-    return _judge(target, chosen, plan.artifact)
+    return judge_files(target, chosen, plan.artifact)
 
 
 def toolkit_libraries(folder: Path, plan: BuildPlan) -> dict[str, Path]:
@@ -144,7 +144,7 @@ def _is_program(configured: Configured, name: str) -> bool:
     )
 
 
-def _judge(folder: Path, chosen: Iterable[str], artifact: str) -> Installed:
+def judge_files(folder: Path, chosen: Iterable[str], artifact: str) -> Installed:
     """Check that the files find each other wherever the folder lies."""
     system: set[str] = set()
     astray = []

@@ -6,6 +6,7 @@ they are tested on recorded answers; `build.configure` collects the answers of a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -28,6 +29,12 @@ class CudaExpected(Frozen):
 
     toolkit: Toolkit
     requested: Requested
+    links: dict[str, str] | None = None
+    """For a toolkit inside a container: where each path that CMake chose really leads."""
+
+    def resolve(self, path: str) -> str:
+        """Follow a path's links, there where the toolkit is."""
+        return os.path.realpath(path) if self.links is None else self.links.get(path, path)
 
 
 class Expected(Frozen):

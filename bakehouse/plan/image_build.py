@@ -17,11 +17,12 @@ from bakehouse.plan.dockerfile import render, script_hashes
 from bakehouse.plan.image import pull_step
 from bakehouse.plan.types import ImagePlan, Step
 from bakehouse.recipe.model import Build, Recipe
+from bakehouse.toolkit.force import COMPILER, ROOT, WITHOUT_DRIVER, wants_cuda
 
-RULES = 1
+RULES = 2
 """Raised when the same inputs would give another image."""
 TEMPLATE = "llama.cpp.Dockerfile.j2"
-SCRIPTS = ("logged.sh", "compile.sh", "collect.sh")
+SCRIPTS = ("logged.sh", "toolkit.sh", "compile.sh", "collect.sh")
 PREFIX = "/opt/llama.cpp"
 CUDA_ROOT = "/usr/local/cuda"
 """Where NVIDIA's development images have their one toolkit."""
@@ -39,6 +40,8 @@ def definitions_of(build: Build, lock: Lock, arch: str) -> dict[str, str]:
     passed = {**merged, "GIT_EXE": "/build/tools/git", "GIT_EXECUTABLE": "/build/tools/git"}
     for name in engine.COMPILE_FLAGS:
         passed[name] = f"{merged.get(name, '')} -ffile-prefix-map=/build=/build".strip()
+    for name, flags in _extra(build).flags.items():
+        passed[name] = " ".join(filter(None, (passed.get(name, ""), *flags)))
     return dict(sorted(passed.items()))
 
 
@@ -46,8 +49,8 @@ def _extra(build: Build) -> Extra:
     if build.cuda is None:
         return engine.NOTHING
     # Both halves of the toolkit are named: CMake looks each of them up on its own.
-    pair = {"CMAKE_CUDA_COMPILER": f"{CUDA_ROOT}/bin/nvcc", "CUDAToolkit_ROOT": CUDA_ROOT}
-    return Extra(definitions=pair)
+    pair = {COMPILER: f"{CUDA_ROOT}/bin/nvcc", ROOT: CUDA_ROOT}
+    return Extra(definitions=pair, flags=WITHOUT_DRIVER)
 
 
 def expected_of(build: Build, lock: Lock, arch: str) -> Expected:
@@ -79,6 +82,7 @@ def plan_image_build(
         configure=_configure(definitions_of(build, lock, host.arch)),
         compile=["sh", "/build/tools/compile.sh", *build.targets],
         collect=["sh", "/build/tools/collect.sh", *build.targets],
+        cuda=CUDA_ROOT if wants_cuda(build) else None,
     )  # fmt: skip
     key = digest(
         {
@@ -92,7 +96,8 @@ def plan_image_build(
     image = tag_of(recipe.name, key)
     return ImagePlan(
         digest=key, image=image, arch=host.arch, pins=pins, server=server, dockerfile=text,
-        args=args, labels=labels, steps=_steps(pins, host.arch, image, args, labels, lock),
+        args=args, labels=labels,
+        steps=_steps(pins, host.arch, image, args, labels, lock, cuda=wants_cuda(build)),
     )  # fmt: skip
 
 
@@ -109,6 +114,8 @@ def _steps(
     args: Mapping[str, str],
     labels: Mapping[str, str],
     lock: Lock,
+    *,
+    cuda: bool,
 ) -> tuple[Step, ...]:
     return (
         *(pull_step(role, pin, arch) for role, pin in pins.items()),
@@ -126,13 +133,23 @@ def _steps(
         Step(
             id="accept",
             title="judge what CMake says before anything is compiled",
-            expects=("every definition held and used", "nothing fetched"),
+            expects=(
+                "every definition held and used",
+                "nothing fetched",
+                *(("one CUDA toolkit, of the release wanted",) if cuda else ()),
+            ),
         ),
         Step(
             id="compile",
             title="compile, and copy what runs to the runtime image",
             argv=build_argv(image, args, labels),
-            expects=("exit code 0", "our labels", "not root"),
+            expects=(
+                "exit code 0",
+                "our labels",
+                "not root",
+                "every library that it loads",
+                *(("GPU code for the architectures wanted",) if cuda else ()),
+            ),
         ),
         Step(
             id="verify",

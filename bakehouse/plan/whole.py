@@ -27,6 +27,7 @@ from bakehouse.recipe.model import Recipe
 from bakehouse.recipe.variables import Paths
 from bakehouse.sources.weights import locate
 from bakehouse.toolchain import Tools, find_tools
+from bakehouse.toolkit.settle import for_builder
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def survey(ctx: Context, recipe: Recipe, lock: Lock, *, make: bool = False) -> H
     Raises HostError, LockError as `find_tools` and `settle` do.
     """
     if uses_image(recipe):
-        return Here(None, read_host(), recipe, NOTHING)
+        return Here(None, read_host(), for_builder(ctx, recipe), NOTHING)
     tools = find_tools(ctx)
     built, extra = prepared(ctx, recipe, lock, tools, make=make)
     return Here(tools, read_host(), built, extra)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bakehouse.checks import Check, check
@@ -19,7 +19,19 @@ from bakehouse.toolkit.types import Requested, Toolkit, numbers, parse_architect
 _DEVICE = re.compile(r"^\s+(?P<id>CUDA\d+): (?P<name>.+?) \(\d+ MiB, \d+ MiB free\)\s*$")
 
 
-def accept_artifact(folder: Path, toolkit: Toolkit, requested: Requested) -> tuple[Check, ...]:
+Same = Callable[[Path, str], bool]
+"""Whether a file here is the toolkit's file of that name."""
+
+
+def _same_here(candidate: Path, chosen: str) -> bool:
+    if os.path.realpath(candidate) == chosen:
+        return True
+    return os.path.isfile(chosen) and candidate.read_bytes() == Path(chosen).read_bytes()
+
+
+def accept_artifact(
+    folder: Path, toolkit: Toolkit, requested: Requested, same: Same = _same_here
+) -> tuple[Check, ...]:
     """Judge the files of a build; `folder` is the artifact, or the build folder before it."""
     expected = "a library libggml-cuda.so, or a program with GPU code inside"
     path = find_cuda_file(folder)
@@ -35,7 +47,7 @@ def accept_artifact(folder: Path, toolkit: Toolkit, requested: Requested) -> tup
     )
     return (
         check("cuda.library", expected, path.name, str(path), ok=True),
-        _linked(path, file, toolkit),
+        _linked(path, file, toolkit, same),
         _no_stub(path, file),
         check(
             "cuda.embedded",
@@ -59,7 +71,7 @@ def find_cuda_file(folder: Path) -> Path | None:
     return None
 
 
-def _linked(path: Path, file: CudaFile, toolkit: Toolkit) -> Check:
+def _linked(path: Path, file: CudaFile, toolkit: Toolkit, same: Same) -> Check:
     """Find libcudart as the loader would, by the run path, and hold it against the toolkit's."""
     major = numbers(toolkit.version)[0]
     expected = f"libcudart.so.{major} out of {toolkit.library}"
@@ -72,13 +84,12 @@ def _linked(path: Path, file: CudaFile, toolkit: Toolkit) -> Check:
         candidate = Path(entry.replace("$ORIGIN", str(path.parent))) / needed
         if candidate.exists():
             chosen = toolkit.libraries.get("cudart", "")
-            same = os.path.realpath(candidate) == chosen or _equal(candidate, Path(chosen))
             return check(
                 "cuda.linked",
                 expected,
                 str(candidate),
                 f"{path}: needs {needed}, run path {':'.join(file.run_path)}",
-                ok=needed == f"libcudart.so.{major}" and same,
+                ok=needed == f"libcudart.so.{major}" and same(candidate, chosen),
             )
     return check(
         "cuda.linked",
@@ -87,10 +98,6 @@ def _linked(path: Path, file: CudaFile, toolkit: Toolkit) -> Check:
         str(path),
         ok=False,
     )
-
-
-def _equal(one: Path, other: Path) -> bool:
-    return other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def _no_stub(path: Path, file: CudaFile) -> Check:

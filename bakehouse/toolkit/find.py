@@ -14,13 +14,12 @@ from pathlib import Path
 
 from bakehouse.context import Context
 from bakehouse.errors import HostError
-from bakehouse.ports.process import environment
 from bakehouse.toolkit.types import Broken, Found, Toolkit, numbers, satisfies
+from bakehouse.toolkit.views import Here, View
 
 LIBRARIES = ("cudart", "cublas", "cublasLt")
 SYSTEM_LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
 """Where a driver puts its own libcuda.so; CMake takes that where a toolkit has no stub."""
-HEADER_BYTES = 2**20
 
 
 class NotAToolkit(Exception):
@@ -38,7 +37,7 @@ def find_toolkits(
         key = os.path.realpath(nvcc)
         try:
             if (root := seen.get(key)) is None:
-                found = inspect(ctx, nvcc)
+                found = inspect(Here(ctx), nvcc)
                 root = seen[key] = found.root
                 toolkits.setdefault(root, found)
         except NotAToolkit as error:
@@ -72,41 +71,42 @@ def choose(found: Found, wanted: str, path: str | None = None) -> Toolkit:
     )
 
 
-def inspect(ctx: Context, nvcc: Path) -> Toolkit:
+def inspect(view: View, nvcc: Path) -> Toolkit:
     """Describe the toolkit behind an nvcc; NotAToolkit with the reason where it does not work."""
-    if not nvcc.exists():
+    if not view.exists(nvcc):
         raise NotAToolkit("a dangling link" if nvcc.is_symlink() else "there is no nvcc")
-    said = _ask(ctx, nvcc, "--version")
+    said = _ask(view, nvcc, "--version")
     version = re.search(r"\bV(\d+\.\d+\.\d+)", said)
     if version is None:
         raise NotAToolkit("nvcc --version names no version")
     build = re.search(r"^Build (\S+)", said, re.MULTILINE)
-    variables = _dryrun(ctx, nvcc)
-    top = variables.get("TOP") or str(Path(os.path.realpath(nvcc)).parents[1])
-    root = Path(os.path.realpath(top))
+    variables = _dryrun(view, nvcc)
+    top = variables.get("TOP") or str(Path(view.real(nvcc)).parents[1])
+    root = Path(view.real(top))
     target = variables.get("_TARGET_DIR_", "").removeprefix("targets/").strip("/")
     base = root / "targets" / target if target else root
-    include = _include(base, root, variables.get("INCLUDES", ""))
-    library = _library(base, root)
+    include = _include(view, base, root, variables.get("INCLUDES", ""))
+    library = _library(view, base, root)
     inner = root / "bin" / "nvcc"
-    compiler = os.path.realpath(inner if inner.exists() else nvcc)
-    libraries = _libraries(library, root)
-    config = _read(include / "crt" / "host_config.h")
+    compiler = view.real(inner if view.exists(inner) else nvcc)
+    libraries = _libraries(view, library, root)
+    config = view.read(include / "crt" / "host_config.h")
+    headers = (view.read(include / name) for name in ("cuda.h", "cuda_runtime_api.h"))
     return Toolkit(
         root=str(root),
         version=version[1],
         build=build[1] if build else "",
         nvcc=compiler,
         include=str(include),
-        headers=header_version(_read(include / "cuda.h"), _read(include / "cuda_runtime_api.h")),
+        headers=header_version(*headers),
         library=str(library),
         target=target,
-        architectures=compiled_for(_ask(ctx, nvcc, "--help")),
+        architectures=compiled_for(_ask(view, nvcc, "--help")),
         gcc_max=_bound(config, r"__GNUC__\s*>\s*(\d+)", 0),
         clang_max=_bound(config, r"__clang_major__\s*>=\s*(\d+)", -1),
         libraries=libraries,
         sizes={
-            name: os.stat(path).st_size
+            name: view.size(path)
             for name, path in {"nvcc": compiler, **libraries}.items()
             if name != "cuda"
         },
@@ -156,45 +156,43 @@ def _compiler_in(path: Path) -> Path:
     return path / "bin" / "nvcc"
 
 
-def _ask(ctx: Context, nvcc: Path, *arguments: str) -> str:
-    asked = ctx.processes.capture((str(nvcc), *arguments), env=environment(), timeout=30)
+def _ask(view: View, nvcc: Path, *arguments: str) -> str:
+    asked = view.nvcc(nvcc, *arguments)
     if not asked.ok:
         said = (asked.err or asked.out).strip().splitlines()
         raise NotAToolkit(f"nvcc {arguments[0]} fails: {said[0] if said else asked.code}")
     return asked.out
 
 
-def _dryrun(ctx: Context, nvcc: Path) -> dict[str, str]:
+def _dryrun(view: View, nvcc: Path) -> dict[str, str]:
     """Variables that nvcc would work with, from `#$ NAME=value` lines; the last of each wins."""
-    asked = ctx.processes.capture(
-        (str(nvcc), "--dryrun", "-c", "nothing.cu"), env=environment(), timeout=30
-    )
+    asked = view.nvcc(nvcc, "--dryrun", "-c", "nothing.cu")
     pairs = re.findall(r"^#\$ (\w+)=(.*)$", asked.out + "\n" + asked.err, re.MULTILINE)
     return {name: value.strip() for name, value in pairs}
 
 
-def _include(base: Path, root: Path, includes: str) -> Path:
+def _include(view: View, base: Path, root: Path, includes: str) -> Path:
     named = re.findall(r'-I"?([^"\s]+)', includes)
     for folder in (base / "include", root / "include", *map(Path, named)):
-        if (folder / "cuda_runtime_api.h").exists() or (folder / "cuda.h").exists():
-            return folder.resolve()
-    return (base / "include").resolve()
+        if any(view.exists(folder / name) for name in ("cuda_runtime_api.h", "cuda.h")):
+            return Path(view.real(folder))
+    return Path(view.real(base / "include"))
 
 
-def _library(base: Path, root: Path) -> Path:
+def _library(view: View, base: Path, root: Path) -> Path:
     for folder in (base / "lib64", base / "lib", root / "lib64", root / "lib"):
-        if any(folder.glob("libcu*")):
-            return folder.resolve()
-    return (root / "lib64").resolve()
+        if any(name.startswith("libcu") for name in view.names(folder)):
+            return Path(view.real(folder))
+    return Path(view.real(root / "lib64"))
 
 
-def _libraries(library: Path, root: Path) -> dict[str, str]:
+def _libraries(view: View, library: Path, root: Path) -> dict[str, str]:
     found = {n: library / f"lib{n}.so" for n in LIBRARIES}
-    present = {n: os.path.realpath(p) for n, p in found.items() if p.exists()}
+    present = {n: view.real(p) for n, p in found.items() if view.exists(p)}
     stubs = [folder / "stubs" for folder in (library, root / "lib64", root / "lib")]
     for folder in (*stubs, *map(Path, SYSTEM_LIBRARIES)):
-        if (driver := folder / "libcuda.so").exists():
-            present["cuda"] = os.path.realpath(driver)
+        if view.exists(driver := folder / "libcuda.so"):
+            present["cuda"] = view.real(driver)
             break
     return present
 
@@ -202,11 +200,3 @@ def _libraries(library: Path, root: Path) -> dict[str, str]:
 def _bound(text: str, pattern: str, offset: int) -> int | None:
     found = re.search(pattern, text)
     return int(found[1]) + offset if found else None
-
-
-def _read(path: Path) -> str:
-    try:
-        with path.open(errors="replace") as file:
-            return file.read(HEADER_BYTES)
-    except OSError:
-        return ""

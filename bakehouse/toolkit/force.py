@@ -21,6 +21,8 @@ HOST_COMPILER = "CMAKE_CUDA_HOST_COMPILER"
 ARCHITECTURES = "CMAKE_CUDA_ARCHITECTURES"
 SYSTEM_FOLDERS = frozenset({"/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin"})
 """They hold the host compiler and shell as well, so they stay on PATH behind the toolkit."""
+WITHOUT_DRIVER = {"CMAKE_EXE_LINKER_FLAGS": ("-Wl,--allow-shlib-undefined",)}
+"""Where no driver is installed, ld finds no libcuda.so.1 for the programs it links."""
 OVERRIDE = "-allow-unsupported-compiler"
 
 
@@ -58,7 +60,7 @@ def conflicts(
     if build is None:
         return ()
     found = [Conflict(("build", "cmake", n), *_NOT_SO[n]) for n in _NOT_SO if n in build.cmake]
-    found += _pair(build, resolve)
+    found += _of_the_builder(build) if build.where == "docker" else _pair(build, resolve)
     if wants_cuda(build) and build.cuda is None:
         found.append(
             Conflict(
@@ -90,6 +92,25 @@ _NOT_SO = {
         "set CC and CXX in the environment, such as CC=gcc-13 CXX=g++-13",
     ),
 }
+
+
+def _of_the_builder(build: Build) -> list[Conflict]:
+    """A container builds with the toolkit of its builder image; nothing else can be wished for."""
+    cuda = build.cuda
+    wishes = {
+        ("build", "cuda", "provide"): cuda is not None and cuda.provide != "host",
+        ("build", "cuda", "path"): cuda is not None and cuda.path is not None,
+        **{("build", "cmake", name): name in build.cmake for name in (ROOT, COMPILER)},
+    }
+    return [
+        Conflict(
+            keys,
+            f"{keys[-1]} says where a toolkit comes from, but this build's is in its builder image",
+            "leave it out, and name a builder image with that toolkit in build.bases",
+        )
+        for keys, wished in wishes.items()
+        if wished
+    ]
 
 
 def _pair(build: Build, resolve: Callable[[str], str]) -> list[Conflict]:
@@ -222,8 +243,7 @@ def force(
             HOST_COMPILER: host_compiler,
         },
         flags={
-            # Where no driver is installed, ld finds no libcuda.so.1 for the programs it links.
-            "CMAKE_EXE_LINKER_FLAGS": ("-Wl,--allow-shlib-undefined",),
+            **WITHOUT_DRIVER,
             "CMAKE_CUDA_FLAGS": (
                 "-Xcompiler=-ffile-prefix-map={work}=/build",
                 f"-Xcompiler=-ffile-prefix-map={toolkit.root}=/cuda",

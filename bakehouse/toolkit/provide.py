@@ -27,6 +27,7 @@ from bakehouse.places import Places
 from bakehouse.ports.process import environment
 from bakehouse.toolkit.find import NotAToolkit, inspect
 from bakehouse.toolkit.types import Toolkit, satisfies
+from bakehouse.toolkit.views import Here
 
 ARCHES = ("x86_64", "aarch64")
 LAYOUT = 1
@@ -130,7 +131,7 @@ def provide(ctx: Context, pin: ToolkitPin) -> Toolkit:
             if not target.is_dir():
                 _place(ctx, pin, target)
     try:
-        made = inspect(ctx, target / "bin" / "nvcc")
+        made = inspect(Here(ctx), target / "bin" / "nvcc")
     except NotAToolkit as error:
         raise HostError(
             f"the provided CUDA toolkit {pin.version} does not run: {error}",

@@ -98,3 +98,15 @@ def with_architectures(recipe: Recipe, settled: Settled) -> Recipe:
     cmake = {**kept, ARCHITECTURES: ";".join(settled.architectures)}
     build = recipe.build.model_copy(update={"cmake": cmake})
     return recipe.model_copy(update={"build": build})
+
+
+def for_builder(ctx: Context, recipe: Recipe) -> Recipe:
+    """Give the recipe as a container builds it, with its own toolkit: `native` expanded.
+
+    No build sees a GPU there, so CMake could not. Raises HostError for `native` without a GPU.
+    """
+    if recipe.build is None or not wants_cuda(recipe.build):
+        return recipe
+    cmake = {**recipe.build.cmake, ARCHITECTURES: ";".join(_architectures(ctx, recipe.build))}
+    build = recipe.build.model_copy(update={"cmake": cmake})
+    return recipe.model_copy(update={"build": build})

@@ -37,7 +37,8 @@ from bakehouse.toolkit.embedded import read_cuda_file
 from bakehouse.toolkit.provide import pin_toolkit, provide, toolkit_folder, wheels_for
 from bakehouse.toolkit.settle import described
 from bakehouse.toolkit.types import Requested, Toolkit
-from tests.support.small_engine import small_lock, small_recipe, write_small
+from tests.support.small_cuda import CUDA_FILES
+from tests.support.small_engine import FILES, small_lock, small_recipe, write_small
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -215,51 +216,6 @@ def test_a_pair_is_accepted(
     assert not_passed(judged(log, cache, toolkit, version)) == ()
 
 
-KERNEL = """\
-#include <cublas_v2.h>
-#include <cuda.h>
-#include <cuda_runtime.h>
-template <typename T> static __global__ void add(T *a, const T *b) {
-    a[threadIdx.x] += b[threadIdx.x];
-}
-namespace {
-__device__ int counted;
-__global__ void count() { counted++; }
-}
-extern "C" int small_cuda(float *a, const float *b) {
-    CUmemAllocationProp prop = {};
-    CUmemGenericAllocationHandle memory;
-    cublasHandle_t handle;
-    add<<<1, 32>>>(a, b);
-    count<<<1, 1>>>();
-    return cuMemCreate(&memory, 1, &prop, 0) + cublasCreate(&handle);
-}
-"""
-
-GGML = """\
-#ifdef SMALL_CUDA
-int small_cuda(float *, const float *);
-int ggml_cuda(void) { return small_cuda(0, 0); }
-#endif
-const char *ggml_where(void) { return __FILE__; }
-"""
-
-CUDA_LISTS = """\
-option(GGML_CUDA "CUDA" OFF)
-if (GGML_CUDA)
-  find_package(CUDAToolkit)
-  enable_language(CUDA)
-  message(STATUS "Using CMAKE_CUDA_ARCHITECTURES=${CMAKE_CUDA_ARCHITECTURES} X=")
-  add_library(ggml-cuda SHARED kernel.cu)
-  target_link_libraries(ggml-cuda PRIVATE CUDA::cudart CUDA::cublas CUDA::cuda_driver)
-  target_link_libraries(ggml PRIVATE ggml-cuda)
-  target_compile_definitions(ggml PRIVATE SMALL_CUDA)
-  message(STATUS "CUDA host compiler is GNU ${CMAKE_CXX_COMPILER_VERSION}")
-  message(STATUS "Including CUDA backend")
-endif()
-"""
-
-
 def cuda_recipe(**cmake: object) -> Recipe:
     recipe = small_recipe({"GGML_CUDA": True, "CMAKE_CUDA_ARCHITECTURES": "90-real", **cmake})
     data = recipe.to_data()
@@ -277,12 +233,9 @@ def planned(ctx: Context, pin: ToolkitPin, recipe: Recipe, *, make: bool = True)
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The source is the small project with one kernel in it."""
-    from tests.support.small_engine import FILES
-
-    lists = FILES["CMakeLists.txt"] + CUDA_LISTS
 
     def write(_ctx: Context, _lock: object, target: Path) -> None:
-        write_small(target, {"CMakeLists.txt": lists, "kernel.cu": KERNEL, "ggml.c": GGML})
+        write_small(target, CUDA_FILES)
 
     monkeypatch.setattr(building, "write_source", write)
 
@@ -347,8 +300,6 @@ def test_two_homes_give_the_same_bytes(
 def test_a_build_that_left_cuda_out_is_refused_before_compiling(
     kept: Context, pins: dict[str, ToolkitPin], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from tests.support.small_engine import FILES
-
     lists = FILES["CMakeLists.txt"] + (
         'option(GGML_CUDA "CUDA" OFF)\nmessage(WARNING "CUDA not found")\n'
         "message(STATUS ${CUDAToolkit_ROOT} ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_ARCHITECTURES})\n"

@@ -168,7 +168,7 @@ def import_root(
     """
     if engine.port().image(name) is None:
         left = [f"--exclude={path}" for path in ("./dev", "./proc", "./sys")]
-        files = sorted(p for p in more.rglob("*") if p.is_file()) if more else []
+        files = sorted(p for p in more.rglob("*") if p.is_file() or p.is_symlink()) if more else []
         over = ["-C", str(more), *(f"./{p.relative_to(more)}" for p in files if more)]
         options = [word for change in changes for word in ("--change", change)]
         with subprocess.Popen(

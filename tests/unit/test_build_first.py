@@ -129,6 +129,36 @@ def test_cmake() -> None:
     assert found.place("/l") == "ggml/CMakeLists.txt:7, /l:5"
 
 
+@pytest.mark.parametrize("output", ["The output was:", "It fails with the following output:"])
+def test_cmake_quotes_the_compiler_that_it_tried(output: str) -> None:
+    quoted = [
+        "-- The CUDA compiler identification is unknown",
+        "CMake Error at /usr/share/cmake/CMakeDetermineCompilerId.cmake:739 (message):",
+        "  Compiling the CUDA compiler identification source file",
+        '  "CMakeCUDACompilerId.cu" failed.',
+        "",
+        "  Compiler: /usr/local/cuda/bin/nvcc",
+        "",
+        f"  {output}",
+        "",
+        *(f"  #$ step {number}" for number in range(90)),
+        "",
+        "  /usr/bin/ld: cannot find -lcudadevrt: No such file or directory",
+        "  collect2: error: ld returned 1 exit status",
+        "",
+        "",
+        "Call Stack (most recent call first):",
+        "  CMakeLists.txt:29 (enable_language)",
+    ]
+    found = first_cmake_error(quoted)
+    assert found
+    assert found.message == (
+        'Compiling the CUDA compiler identification source file "CMakeCUDACompilerId.cu" failed: '
+        "/usr/bin/ld: cannot find -lcudadevrt: No such file or directory"
+    )
+    assert quoted[found.log_line - 1].endswith("cannot find -lcudadevrt: No such file or directory")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from bakehouse.build.image_build import cuda_pair
 from bakehouse.build.image_files import ImageFile, differences, tree_digest
 from bakehouse.build.overlay import refuse_compiled
-from bakehouse.checks import Verdict
 from bakehouse.engines.configured import Configured
 from bakehouse.errors import BuildFailed, HostError, UsageError
 from bakehouse.lock import ImagePin, Lock
@@ -217,26 +215,6 @@ def test_file_trees() -> None:
 
 def configured(*lines: str) -> Configured:
     return Configured(lines, "log", {}, "cache", "Ninja", {})
-
-
-TOOLKIT = '-- Found CUDAToolkit: /usr/local/cuda/include (found version "{}")'
-COMPILER = "-- The CUDA compiler identification is NVIDIA {} with host compiler GNU 13.3.0"
-
-
-@pytest.mark.parametrize(
-    ("toolkit", "compiler", "verdict"),
-    [
-        ("13.0.88", "13.0.88", Verdict.PASSED),
-        ("13.0.88", "13.2.86", Verdict.FAILED),
-        ("13.2.86", "13.2.86", Verdict.FAILED),
-    ],
-)
-def test_the_cuda_pair_in_the_builder(toolkit: str, compiler: str, verdict: Verdict) -> None:
-    (one,) = cuda_pair(configured(TOOLKIT.format(toolkit), COMPILER.format(compiler)), "13.0")
-    assert one.verdict is verdict
-    (silent,) = cuda_pair(configured(), "13.0")
-    assert silent.verdict is Verdict.UNKNOWN
-    assert cuda_pair(configured(), None) == ()
 
 
 def image_recipe(**build: object) -> Recipe:

@@ -82,6 +82,7 @@ def cuda(configured: Configured, expected: Expected) -> Iterable[Check]:
         cache,
         expected.cuda.toolkit,
         _requested(configured, expected.cuda),
+        expected.cuda.resolve,
     )
 
 

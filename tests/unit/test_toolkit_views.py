@@ -1,0 +1,120 @@
+"""A toolkit inside a container, by what was told of it; `test_docker_cuda` has the real one."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from bakehouse.context import Context
+from bakehouse.errors import HostError
+from bakehouse.host import Gpu
+from bakehouse.recipe.model import Recipe
+from bakehouse.toolkit import settle
+from bakehouse.toolkit.find import NotAToolkit, inspect
+from bakehouse.toolkit.settle import for_builder
+from bakehouse.toolkit.views import Told
+from tests.support.recipes import recipe_data
+
+REAL = "/usr/local/cuda-13.0"
+NVCC = Path("/usr/local/cuda/bin/nvcc")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What `docker/toolkit.sh` writes of a development image's toolkit: links, and `targets/`."""
+    target = f"{REAL}/targets/x86_64-linux"
+    lines = [
+        (REAL, "/usr/local/cuda"), (f"{REAL}/bin/nvcc", str(NVCC)), (REAL, REAL),
+        (f"{REAL}/bin/nvcc", f"{REAL}/bin/nvcc"),
+        (f"{target}/include", f"{target}/include"),
+        (f"{target}/include/cuda.h", f"{target}/include/cuda.h"),
+        (f"{target}/include/crt/host_config.h", f"{target}/include/crt/host_config.h"),
+        (f"{target}/lib", f"{target}/lib"),
+        *((f"{target}/lib/lib{n}.so.13.0.9", f"{target}/lib/lib{n}.so")
+          for n in ("cudart", "cublas", "cublasLt")),
+        (f"{target}/lib/stubs/libcuda.so", f"{target}/lib/stubs/libcuda.so"),
+    ]  # fmt: skip
+    (tmp_path / "paths").write_text("".join(f"{real}\t7\t{path}\n" for real, path in lines))
+    (tmp_path / "version").write_text(
+        "Cuda compilation tools, release 13.0, V13.0.88\nBuild cuda_13.0.r13.0/compiler.1_0\n"
+    )
+    (tmp_path / "help").write_text("Allowed values: 'sm_90','sm_90a','sm_121a'\n")
+    (tmp_path / "dryrun").write_text(
+        f"#$ TOP={NVCC.parent}/..\n#$ _TARGET_DIR_=targets/x86_64-linux\n"
+    )
+    for name, text in {
+        "cuda.h": "#define CUDA_VERSION 13000\n",
+        "crt/host_config.h": "#if __GNUC__ > 15\n",
+    }.items():
+        path = Path(f"{tmp_path}/files{target}/include/{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "hashes").write_text(
+        f"{hashlib.sha256(b'runtime').hexdigest()}  {target}/lib/libcudart.so.13.0.9\n"
+    )
+    return tmp_path
+
+
+def test_a_toolkit_by_what_was_told_of_it(folder: Path) -> None:
+    told = Told(folder)
+    found = inspect(told, NVCC)
+    assert (found.root, found.version, found.headers) == (REAL, "13.0.88", "13.0")
+    assert found.nvcc == f"{REAL}/bin/nvcc"
+    assert found.library == f"{REAL}/targets/x86_64-linux/lib"
+    assert found.architectures == ("90", "90a", "121a")
+    assert found.gcc_max == 15
+    assert found.faults == ()
+    assert told.stub is None
+
+
+def test_a_copy_is_told_by_its_bytes(folder: Path, tmp_path: Path) -> None:
+    told = Told(folder)
+    chosen = inspect(told, NVCC).libraries["cudart"]
+    copy = tmp_path / "libcudart.so.13"
+    copy.write_bytes(b"runtime")
+    assert told.same(copy, chosen)
+    copy.write_bytes(b"another")
+    assert not told.same(copy, chosen)
+
+
+@pytest.mark.parametrize("lost", ["version", "help"])
+def test_a_compiler_that_fails_is_no_toolkit(folder: Path, lost: str) -> None:
+    (folder / lost).rename(folder / f"{lost}.failed")
+    with pytest.raises(NotAToolkit, match=f"nvcc --{lost} fails"):
+        inspect(Told(folder), NVCC)
+
+
+@pytest.mark.parametrize("library", ["libcublas.so", "stubs/libcuda.so"])
+def test_what_is_not_told_of_is_not_there(folder: Path, library: str) -> None:
+    kept = [ln for ln in (folder / "paths").read_text().splitlines() if not ln.endswith(library)]
+    (folder / "paths").write_text("\n".join(kept))
+    assert library.rpartition("/")[2].removeprefix("lib").removesuffix(".so") in str(
+        inspect(Told(folder), NVCC).faults
+    )
+
+
+def recipe(architectures: str) -> Recipe:
+    bases = {role: {"x86_64": "base:1"} for role in ("builder", "runtime")}
+    cmake = {"GGML_CUDA": True, "CMAKE_CUDA_ARCHITECTURES": architectures}
+    return Recipe.model_validate(
+        recipe_data(build={"where": "docker", "bases": bases, "cmake": cmake,
+                           "cuda": {"version": "13.0"}})
+    )  # fmt: skip
+
+
+def test_native_means_this_machines_gpu_though_a_container_builds(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = [Gpu(index=0, name="NVIDIA GB10", compute_capability="12.1", driver="580.1")]
+    monkeypatch.setattr(settle, "read_gpus", lambda _: tuple(seen))
+    native = for_builder(context, recipe("native"))
+    assert native.build
+    assert native.build.cmake["CMAKE_CUDA_ARCHITECTURES"] == "121a-real"
+    seen.clear()
+    named = for_builder(context, recipe("90-real;121a-real"))
+    assert named.build
+    assert named.build.cmake["CMAKE_CUDA_ARCHITECTURES"] == "90-real;121a-real"
+    with pytest.raises(HostError, match="there is none to be seen"):
+        for_builder(context, recipe("native"))
