@@ -154,7 +154,8 @@ def _follows(error: Any, path: KeyPath, touched: set[KeyPath]) -> bool:
         owner: KeyPath = tuple(error["loc"])
         about = getattr(error["ctx"]["error"], "about", None)
         return any(t[:-1] == owner and (about is None or t[-1] in about) for t in touched)
-    return path in touched
+    emptied = error["type"] == "too_short" and any(t[:-1] == path for t in touched)
+    return emptied or path in touched
 
 
 def _is_rule(error: Any) -> bool:
@@ -313,7 +314,7 @@ def words(error: Any) -> tuple[str, str | None]:
     found = kind(error["input"])
     type_, context = error["type"], error.get("ctx", {})
     if type_ == "value_error":
-        return str(context["error"]), None
+        return str(context["error"]), getattr(context["error"], "hint", None)
     if type_ == "literal_error":
         return _literal(error, found)
     if type_ in _WANTED:

