@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from bakehouse.engines.vllm.environment import judge
 from bakehouse.engines.vllm.flags import Command
+from bakehouse.engines.vllm.reached import Pinned
 from bakehouse.recipe.model import Recipe
 from bakehouse.toolkit.force import Conflict
 
@@ -28,6 +30,7 @@ def conflicts(recipe: Recipe, command: Command) -> tuple[Conflict, ...]:
         *_context(recipe, command),
         *_cache(recipe, command),
         *_shared_memory(recipe, command),
+        *_environment(recipe),
     )
 
 
@@ -104,3 +107,12 @@ def _shared_memory(recipe: Recipe, command: Command) -> Iterator[Conflict]:
             "fails with 'unhandled system error'",
             "set container.ipc: host, or container.shm_size: 16GiB",
         )
+
+
+def _environment(recipe: Recipe) -> Iterator[Conflict]:
+    """What reaches past the pins, takes evidence away, or turns a crash into corruption."""
+    there = Pinned(recipe)
+    boxed = recipe.container.env if recipe.container else {}
+    for room, given in (("container", boxed), ("serve", recipe.serve.env)):
+        for name, (message, hint) in judge(given, there):
+            yield Conflict((room, "env", name), f"{room}.env {message}", hint)

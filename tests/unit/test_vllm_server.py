@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakehouse.engines.vllm import flags, server
+from bakehouse.engines.vllm import flags, reach, server
 from bakehouse.errors import HostError, RecipeError, UsageError
 from bakehouse.lock import FilePin, Lock, WeightPin
 from bakehouse.plan.container import inside, weight_mounts
@@ -77,7 +77,7 @@ def test_no_command_breaks_the_reader(words: list[str]) -> None:
     faults("vllm", *words)
 
 
-@pytest.mark.parametrize("flag", sorted(server.OWNED))
+@pytest.mark.parametrize("flag", sorted(reach.NEVER))
 def test_what_bakehouse_sets_is_refused_in_any_spelling(flag: str) -> None:
     assert f"must not hold {flag}" in faults(*GOOD, flag, "1")
     assert f"must not hold {flag}" in faults(*GOOD, f"--{flag[2:].replace('-', '_')}=1")
@@ -85,8 +85,9 @@ def test_what_bakehouse_sets_is_refused_in_any_spelling(flag: str) -> None:
 
 PACKAGE = Path(server.__file__).resolve().parents[2]
 READS_FLAGS = (
-    "engines/vllm/server.py", "engines/vllm/flags.py", "engines/vllm/able.py",
-    "engines/vllm/engine.py", "engines/vllm/evidence.py", "preflight/vllm.py",
+    "engines/vllm/server.py", "engines/vllm/flags.py", "engines/vllm/reach.py",
+    "engines/vllm/able.py", "engines/vllm/engine.py", "engines/vllm/evidence.py",
+    "preflight/vllm.py",
 )  # fmt: skip
 
 
@@ -109,7 +110,7 @@ def test_no_flag_that_is_judged_may_be_shortened(flag: str) -> None:
 
 
 def flags_known() -> frozenset[str]:
-    return frozenset({*server.OWNED, *server.PATHS, *server.JUDGED, *flags.SHORT})
+    return frozenset({*reach.FLAGS, *server.JUDGED, *flags.SHORT})
 
 
 @pytest.mark.parametrize("word", ["-t", "-n2", "-qfp8", "--api_k=x", "--spec.method", "-r1"])
@@ -166,16 +167,6 @@ def test_a_drafter_of_the_lock_is_taken() -> None:
         serve={"command": "vllm serve", "speculation": "dflash"},
     )
     assert faults(*GOOD, "--speculative-config", DRAFTER, made=wanted) == ""
-
-
-@pytest.mark.parametrize("name", sorted(server.REFUSED_ENVIRONMENT))
-def test_variables_that_take_the_place_of_a_flag_or_a_token(name: str) -> None:
-    assert name in faults(*GOOD, made=recipe(container={"env": {name: "1"}}))
-
-
-def test_nothing_is_fetched_inside() -> None:
-    bad = recipe(container={"env": {"HF_HUB_OFFLINE": "0"}})
-    assert "sets HF_HUB_OFFLINE to 0" in faults(*GOOD, made=bad)
 
 
 def test_remote_code_only_where_it_is_pinned() -> None:

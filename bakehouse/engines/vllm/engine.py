@@ -9,6 +9,7 @@ from bakehouse.checks import Check
 from bakehouse.engines.engine import Answer, Asked
 from bakehouse.engines.vllm import evidence
 from bakehouse.engines.vllm import server as server_
+from bakehouse.engines.vllm.environment import ENVIRONMENT, OFFLINE
 from bakehouse.engines.vllm.server import Features
 from bakehouse.lock import Lock
 from bakehouse.recipe.faults import Origin
@@ -26,8 +27,8 @@ class Vllm:
     guarded = "/v1/models"
     inside_port = server_.PORT
     key_variable = "VLLM_API_KEY"
-    environment: Mapping[str, str] = server_.ENVIRONMENT
-    forced_environment: Mapping[str, str] = server_.OFFLINE
+    environment: Mapping[str, str] = ENVIRONMENT
+    forced_environment: Mapping[str, str] = OFFLINE
 
     def served(self, weights: Paths) -> str:
         """Give the folder that it names as the model's root."""

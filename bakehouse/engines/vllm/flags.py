@@ -15,9 +15,16 @@ from typing import Any
 
 SHORT = {
     "-sc": "--speculative-config", "-q": "--quantization", "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size", "-ep":
-    "--enable-expert-parallel", "-cc": "--compilation-config", "-ac": "--attention-config",
-    "-n": "--nnodes", "-r": "--node-rank",
+    "-pp": "--pipeline-parallel-size", "-ep": "--enable-expert-parallel",
+    "-cc": "--compilation-config", "-ac": "--attention-config", "-dc": "--diffusion-config",
+    "-n": "--nnodes", "-r": "--node-rank", "-asc": "--api-server-count",
+    "-dp": "--data-parallel-size", "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank", "-dpl": "--data-parallel-size-local",
+    "-dpa": "--data-parallel-address", "-dpp": "--data-parallel-rpc-port",
+    "-dpb": "--data-parallel-backend", "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb", "-dpm": "--data-parallel-multi-port-external-lb",
+    "-dcp": "--decode-context-parallel-size", "-pcp": "--prefill-context-parallel-size",
+    "--device-memory-utilization": "--gpu-memory-utilization",
     "--spec-method": "--speculative-config.method", "--spec-model": "--speculative-config.model",
     "--spec-tokens": "--speculative-config.num_speculative_tokens",
 }  # fmt: skip
@@ -129,7 +136,13 @@ def shortened(flag: str, judged: Iterable[str]) -> str | None:
     return next((one for one in (*known, *glued) if one.startswith(head) or one in glued), None)
 
 
-SEVERAL = frozenset({"--served-model-name", "--lora-modules", "--middleware", "--api-key"})
+SEVERAL = frozenset({
+    "--served-model-name", "--lora-modules", "--middleware", "--api-key", "--prompt-adapters",
+    "--allowed-media-domains", "--sleep-preserve-parameter-names", "--logits-processors",
+    "--ignore-patterns", "--numa-bind-nodes", "--numa-bind-cpus", "--kv-cache-dtype-skip-layers",
+    "--cpu-offload-params", "--offload-params", "--lora-target-modules",
+    "--collect-detailed-traces", "--cudagraph-capture-sizes",
+})  # fmt: skip
 """Flags that take all words up to the next flag."""
 
 

@@ -7,10 +7,11 @@ addresses; outside, its port is published on one address of the host.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import PurePosixPath
 
 from bakehouse.engines.engine import NONCE_ALIAS, Asked
 from bakehouse.engines.vllm.flags import Command, read, shortened
+from bakehouse.engines.vllm.reach import FLAGS
+from bakehouse.engines.vllm.reached import Pinned, judge
 from bakehouse.errors import Fault, RecipeError
 from bakehouse.lock import Lock
 from bakehouse.recipe.faults import Origin
@@ -18,47 +19,9 @@ from bakehouse.recipe.model import Recipe
 
 PROGRAM = "vllm"
 """What `{{ server }}` is: the command inside the image, whatever the image's entrypoint is."""
-WEIGHTS = "/weights"
-"""Where the pinned files of each role lie inside the container: `/weights/model` and so on."""
 PORT = 8000
 """Inside the container."""
 ANY = "0.0.0.0"  # noqa: S104 - of the container alone; what the host publishes is another address
-
-_DOWNLOADS = "it downloads what nothing pins; name it under weights"
-_CODE = "it runs code that nothing pins; leave it out, or bring it with the image"
-_EVIDENCE = "Bakehouse reads the log and the metrics for evidence; leave the flag out"
-_TLS = "put TLS in front of the server; leave the flag out"
-_MANY = "a recipe serves one engine on one host; leave the flag out"
-
-OWNED: dict[str, str] = {
-    "--host": "set serve.host",
-    "--port": "set serve.port",
-    "--uds": "set serve.host and serve.port",
-    "--served-model-name": "the name of the recipe is the model's name",
-    "--api-key": "set serve.api_key: a key in an argument list can be read by every user",
-    "--root-path": "the API is served from the root; leave the flag out",
-    "--model": "give the model as the word behind `serve`: {{ weights.model.path }}",
-    "--config": "a file of flags hides what is served; write them in serve.command",
-    "--disable-log-stats": _EVIDENCE,
-    "--log-config-file": _EVIDENCE,
-    "--logging-config": _EVIDENCE,
-    "--headless": "it serves no API; leave the flag out",
-    "--hf-token": "set weights.model.hub; the token stays in the environment",
-    "--hf-config-path": _DOWNLOADS,
-    "--revision": "set weights.model.revision: the lock pins it",
-    "--code-revision": "set weights.model.revision: the lock pins it",
-    "--tokenizer-revision": "set weights.model.revision: the lock pins it",
-    "--download-dir": _DOWNLOADS,
-    "--middleware": _CODE,
-    "--worker-cls": _CODE,
-    "--worker-extension-cls": _CODE,
-    "--scheduler-cls": _CODE,
-    "--logits-processors": _CODE,
-    "--io-processor-plugin": _CODE,
-    **dict.fromkeys(("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs"), _TLS),
-    **dict.fromkeys(("--nnodes", "--node-rank", "--master-addr", "--data-parallel-address"), _MANY),
-}
-"""Flags that a recipe's command must not hold, and what to do in place of each."""
 
 JUDGED = (
     "--trust-remote-code", "--load-format", "--model-impl", "--max-model-len", "--max-num-seqs",
@@ -68,36 +31,8 @@ JUDGED = (
 )  # fmt: skip
 """Flags that are read here and by what judges a recipe; none of them may be shortened."""
 
-PATHS = ("--tokenizer", "--chat-template", "--reasoning-parser-plugin", "--tool-parser-plugin")
-"""Flags that name a file or folder, which has to be one of the pinned ones."""
-
-LOADS = {
-    "dummy": "it fills the model with random numbers",
-    "pt": "it unpickles the weights, which runs code that they hold",
-    "npcache": "it unpickles the weights, which runs code that they hold",
-}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 """Endings of files that Python unpickles, which runs what they hold."""
-
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-"""What was not fetched and pinned before must not be fetched inside."""
-ENVIRONMENT = {**OFFLINE, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-"""What every container gets."""
-
-REFUSED_ENVIRONMENT: dict[str, str] = {
-    "HF_TOKEN": "tokens stay outside: everything is fetched before the container starts",
-    "HUGGING_FACE_HUB_TOKEN": "tokens stay outside: everything is fetched before it starts",
-    "VLLM_API_KEY": "set serve.api_key",
-    "VLLM_PORT": "set serve.port",
-    "VLLM_CONFIGURE_LOGGING": _EVIDENCE,
-    "VLLM_LOGGING_CONFIG_PATH": _EVIDENCE,
-    "VLLM_LOGGING_LEVEL": _EVIDENCE,
-    "VLLM_USE_MODELSCOPE": _DOWNLOADS,
-    "VLLM_SERVER_DEV_MODE": "it opens endpoints that change the server; leave it out",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "it lets requests run code; leave it out",
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "beyond the model's own length answers are nonsense; "
-    "lower --max-model-len",
-}
 
 
 class Features(Asked):
@@ -116,13 +51,12 @@ def refuse(argv: Sequence[str], recipe: Recipe, origin: Origin, lock: Lock | Non
 
     What depends on the pinned files is judged once there is a lock.
     """
-    command = read(argv)
+    command, there = read(argv), Pinned(recipe, lock)
     faults = [
         *_program(command, origin),
-        *_model(command, origin),
-        *_flags(command, origin),
-        *_environment(recipe, origin),
-        *_drafter(command, recipe, origin),
+        *_model(command, there, origin),
+        *_flags(command, there, origin),
+        *_drafter(command, recipe, there, origin),
         *_remote_code(command, lock, origin),
         *_pickles(lock, origin),
     ]
@@ -143,61 +77,30 @@ def _program(command: Command, origin: Origin) -> Iterator[Fault]:
         )
 
 
-def _model(command: Command, origin: Origin) -> Iterator[Fault]:
+def _model(command: Command, there: Pinned, origin: Origin) -> Iterator[Fault]:
     if command.model is None:
         yield origin.fault(
             "serve.command names no model", "write {{ server }} serve {{ weights.model.path }}"
         )
-    elif not _pinned(command.model, "model"):
+    elif not there.weights(command.model, "model"):
         yield origin.fault(
             f"serve.command serves '{command.model}', which nothing pins",
             "write {{ server }} serve {{ weights.model.path }}; the files are mounted read-only",
         )
 
 
-def _pinned(path: str, role: str | None = None) -> bool:
-    """Whether a path is, or lies below, a folder of pinned files inside the container."""
-    parts = PurePosixPath(path).parts
-    base = ("/", WEIGHTS[1:])
-    return parts[:2] == base and len(parts) > 2 and ".." not in parts and role in (None, parts[2])
-
-
-def _flags(command: Command, origin: Origin) -> Iterator[Fault]:
+def _flags(command: Command, there: Pinned, origin: Origin) -> Iterator[Fault]:
     for flag in command.flags:
-        if hint := OWNED.get(flag.partition(".")[0]):
-            yield origin.fault(f"serve.command must not hold {flag}", hint)
-        elif meant := shortened(flag, (*OWNED, *PATHS, *JUDGED)):
+        if meant := shortened(flag, (*FLAGS, *JUDGED)):
             yield origin.fault(
                 f"serve.command holds {flag}, which vLLM may read as {meant}",
                 "write the flag whole: what is shortened is not seen by what judges a command",
             )
-    for flag in PATHS:
-        path = command.text(flag)
-        image_has = flag == "--chat-template" and path and path.startswith("/")
-        if path and not (_pinned(path) or image_has):
-            yield origin.fault(
-                f"{flag} names '{path}', which nothing pins",
-                "name a file of the weights, such as {{ weights.model.path }}/NAME",
-            )
-    if why := LOADS.get(command.text("--load-format") or ""):
-        yield origin.fault(
-            f"--load-format {command.text('--load-format')}: {why}", "serve safetensors"
-        )
+    for message, hint in judge(command, there):
+        yield origin.fault(message, hint)
 
 
-def _environment(recipe: Recipe, origin: Origin) -> Iterator[Fault]:
-    given = {**(recipe.container.env if recipe.container else {}), **recipe.serve.env}
-    for name, value in given.items():
-        if hint := REFUSED_ENVIRONMENT.get(name):
-            yield origin.fault(f"container.env must not hold {name}", hint)
-        elif name in OFFLINE and value != OFFLINE[name]:
-            yield origin.fault(
-                f"container.env sets {name} to {value}",
-                "what is fetched inside the container is pinned by nothing; leave it out",
-            )
-
-
-def _drafter(command: Command, recipe: Recipe, origin: Origin) -> Iterator[Fault]:
+def _drafter(command: Command, recipe: Recipe, there: Pinned, origin: Origin) -> Iterator[Fault]:
     if command.bad_json:
         yield origin.fault(
             f"--speculative-config: {command.bad_json}",
@@ -205,7 +108,7 @@ def _drafter(command: Command, recipe: Recipe, origin: Origin) -> Iterator[Fault
         )
         return
     drafter = command.drafter
-    if drafter and not _pinned(drafter):
+    if drafter and not there.weights(drafter):
         yield origin.fault(
             f"--speculative-config names the drafter '{drafter}', which nothing pins: it would be "
             "fetched inside the container",
