@@ -40,18 +40,20 @@ def question_spec(image: str, sentinel: str) -> ContainerSpec:
     )
 
 
-def ask_able(ctx: Context, image: str, key: str) -> tuple[Able, bool]:
-    """What an image is able of, and whether that was known already; `key` names its content.
+def ask_able(ctx: Context, image: str, name: str) -> tuple[Able, bool]:
+    """What an image is able of, and whether that was known already.
+
+    `image` is its id, which no tag can move away from; people are told its `name`.
 
     Raises BuildFailed (6) for an image that does not answer, HostError for an engine that cannot.
     """
     asked = hashlib.sha256(Path(question.__file__).read_bytes()).hexdigest()[:16]
-    kept = ctx.places.images / f"{key.removeprefix('sha256:')[:64]}-{asked}.json"
+    kept = ctx.places.images / f"{image.removeprefix('sha256:')[:64]}-{asked}.json"
     try:
         return Able.model_validate_json(kept.read_bytes()), True
     except (OSError, ValueError):
         pass  # not asked yet, or damaged: it is asked
-    ctx.progress.say(f"asking {image} what it supports, which takes its Python a while")
+    ctx.progress.say(f"asking {name} what it supports, which takes its Python a while")
     sentinel = f"BAKEHOUSE-{secrets.token_hex(16)}"
     try:
         said = ctx.docker.ask(
@@ -61,10 +63,10 @@ def ask_able(ctx: Context, image: str, key: str) -> tuple[Able, bool]:
         if error.id != "image-command":
             raise
         raise BuildFailed(
-            "the image has no python3, so it is no vLLM image", where=image, id="image-silent",
+            "the image has no python3, so it is no vLLM image", where=name, id="image-silent",
             hint="see image.ref in the recipe",
         ) from None  # fmt: skip
-    able = _read(said, sentinel, image)
+    able = _read(said, sentinel, name)
     if able.architectures is not None:  # what failed once may go another time
         write_atomic(kept, to_json(able).encode())
     return able, False

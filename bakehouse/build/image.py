@@ -8,6 +8,7 @@ from bakehouse.build.image_build import build_image, built_already
 from bakehouse.build.image_overlay import lay_over
 from bakehouse.checks import Check
 from bakehouse.context import Context
+from bakehouse.engines.vllm.able import Able
 from bakehouse.lock import Lock
 from bakehouse.plan.types import ImagePlan
 from bakehouse.ports.docker import ImageFacts
@@ -33,6 +34,8 @@ class ImageArtifact(Frozen):
     entrypoint: tuple[str, ...]
     says: str = ""
     """Versions that it claims."""
+    version: str = ""
+    """The engine's version that it claims; empty for an image that was not asked."""
     content: str = ""
     """Digest of the file tree, of an image that was built here."""
     checks: tuple[Check, ...]
@@ -49,10 +52,11 @@ def ensure(ctx: Context, loaded: Loaded, lock: Lock, plan: ImagePlan, run: Run) 
     started = ctx.clock.monotonic()
     run.pin(build=plan.digest)
     found, content, made, reused = _have(ctx, loaded, lock, plan, run)
-    checks, says, known = _able(ctx, loaded, lock, plan, found, run)
+    checks, able, known = _able(ctx, loaded, lock, plan, found, run)
     return ImageArtifact(
         image=plan.image, id=found.id, digest=plan.digest, size=found.size, user=found.user,
-        entrypoint=found.entrypoint, says=says, content=content, checks=(*made, *checks),
+        entrypoint=found.entrypoint, says=summary(able) if able else "", content=content,
+        version=able.versions.get("vllm", "") if able else "", checks=(*made, *checks),
         reused=reused and known, seconds=round(ctx.clock.monotonic() - started, 3),
     )  # fmt: skip
 
@@ -78,19 +82,19 @@ def _have(
 
 def _able(
     ctx: Context, loaded: Loaded, lock: Lock, plan: ImagePlan, found: ImageFacts, run: Run
-) -> tuple[tuple[Check, ...], str, bool]:
+) -> tuple[tuple[Check, ...], Able | None, bool]:
     """Ask and judge; give the checks, what the image says of itself, and if that was known."""
     if plan.asks is None:
-        return (), "", True
+        return (), None, True
     wanted = {
         role: architectures(ctx, loaded.folder, loaded.recipe, lock, role)
         for role in plan.asks.roles
     }
     with run.step("able"):
-        able, known = ask_able(ctx, plan.image, found.id)
+        able, known = ask_able(ctx, found.id, plan.image)
     run.fact("image", {"ref": plan.image, "id": found.id, **as_facts(able)})
     for name, version in able.versions.items():
         run.version(name, version)
     checks = require_able(able, plan.asks, wanted, plan.image)
     run.checks(checks)
-    return checks, summary(able), known
+    return checks, able, known

@@ -149,7 +149,7 @@ def keep_record(
     files: tuple[ImageFile, ...] | None = None,
 ) -> Made:
     """Write down what was built, file by file, and what proved it."""
-    files = image_files(ctx.docker, plan.image) if files is None else files
+    files = image_files(ctx.docker, found.id) if files is None else files
     built = Built(id=found.id, content=tree_digest(files), checks=checks, files=files)
     write_atomic(kept_record(ctx, plan), to_json(built).encode())
     return found, built.content, checks

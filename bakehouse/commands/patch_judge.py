@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bakehouse.base import digest
+from bakehouse.build.image import ImageArtifact
 from bakehouse.checks import not_passed
 from bakehouse.commands import serve
 from bakehouse.context import Context
@@ -233,6 +234,7 @@ class _Server:
             accept_memory_risk=case.how.risk, instance=f"{INSTANCE}-{id_}-{name}",
         )  # fmt: skip
         self._build = ""
+        self._image: ImageArtifact | None = None
         self._log = Path("server.log")
 
     def prepare(self) -> None:
@@ -243,7 +245,7 @@ class _Server:
             wanted = self._wanted()
             self._build = wanted.build.digest
             try:
-                serve.prepare(ctx, wanted, self._options, record)
+                self._image = serve.prepare(ctx, wanted, self._options, record).image
             except SERVES as error:
                 word = "build" if isinstance(error, BuildFailed) else "serve"
                 self._problem = f"it does not {word}: {error.what}"
@@ -276,6 +278,7 @@ class _Server:
         ctx.progress.say(f"== {self._case.name}: serving {self._name} the patch")
         with self._run() as record:
             wanted, log = self._wanted(), record.folder / "server.log"
+            wanted = wanted.of(self._image) if self._image else wanted
             try:
                 ready = serve.bring(ctx, wanted, self._options, record, heard)
                 record.finish(f"measured: {ready.evidence.summary}")

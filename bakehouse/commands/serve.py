@@ -10,6 +10,7 @@ from typing import Any
 
 from bakehouse.base import digest
 from bakehouse.build.ensure import ensure as ensure_build
+from bakehouse.build.image import ImageArtifact
 from bakehouse.build.image import ensure as ensure_image
 from bakehouse.commands.planned import build_lines, serve_lines
 from bakehouse.commands.servers import server_name
@@ -86,11 +87,21 @@ class Wanted:
     key: str | None
     folder: Path
     """Of the server: its state and its log."""
+    image: ImageArtifact | None = None
+    """What was proven able, once it was."""
 
     @property
     def recipe(self) -> Recipe:
         """What is wanted."""
         return self.loaded.recipe
+
+    def of(self, image: ImageArtifact) -> Wanted:
+        """Run the very image that was proven able: anybody can move the tag of a built one."""
+        box, build = self.plan.container, self.build
+        if box and isinstance(build, ImagePlan) and build.dockerfile:
+            box = box.model_copy(update={"image": image.id})
+        plan = self.plan.model_copy(update={"container": box})
+        return replace(self, plan=plan, image=image)
 
     def knowing(self, unsound: Sequence[Standing]) -> Wanted:
         """Expect the losses that patches were judged to bring: they are said, and end nothing."""
@@ -121,7 +132,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         for_run.note(asked, lock, record)
         unsound = _unsound(ctx, lock, recipe.name, record)
         wanted = wanted_server(ctx, loaded, lock, options, key).knowing(unsound)
-        prepare(ctx, wanted, options, record)
+        wanted = prepare(ctx, wanted, options, record)
         ready = bring(
             ctx, wanted, options, record,
             lambda endpoint, known: prove(ctx, endpoint, recipe.asked, known=known),
@@ -185,19 +196,19 @@ def wanted_server(
     return Wanted(loaded, lock, plan.build, plan.serve, asked, key, folder)
 
 
-def prepare(ctx: Context, wanted: Wanted, options: Options, record: Run) -> None:
-    """Fetch and build what is wanted, and see that it can be launched. Raises as `run` does."""
+def prepare(ctx: Context, wanted: Wanted, options: Options, record: Run) -> Wanted:
+    """Fetch and build what is wanted; give what can be launched. Raises as `run` does."""
     risk = options.accept_memory_risk
     _early(ctx, wanted, record, risk)
     weights = ensure_weights(ctx, wanted.loaded, wanted.lock)
     files = {role: paths.files for role, paths in weights.items()}
     _admit(ctx, wanted, files, record, risk)
     if isinstance(wanted.build, ImagePlan):
-        ensure_image(ctx, wanted.loaded, wanted.lock, wanted.build, record)
-        return
+        return wanted.of(ensure_image(ctx, wanted.loaded, wanted.lock, wanted.build, record))
     survey(ctx, wanted.recipe, wanted.lock, make=True)
     ensure_build(ctx, wanted.lock, wanted.build, record)
     _able(ctx, wanted, wanted.build, record)
+    return wanted
 
 
 def bring(ctx: Context, wanted: Wanted, options: Options, record: Run, questions: Asking) -> Ready:
@@ -284,6 +295,8 @@ def _order(ctx: Context, wanted: Wanted, foreground: bool) -> Order:
         guard=guard_bounds(serve.guard, find_machine(ctx.processes)),
         key=wanted.key,
         known_losses=wanted.asked.known_losses,
+        image=wanted.image.id if wanted.image else None,
+        version=wanted.image.version or None if wanted.image else None,
     )
     sizes = [file.size for pin in wanted.lock.weights.values() for file in pin.files]
     limits = Limits(serve.ready_timeout, serve.stall_timeout)

@@ -48,6 +48,8 @@ class Asked(Frozen):
     context: int | None = None
     key: bool = False
     speculation: str | None = None
+    version: str | None = None
+    """What the image that serves it says that it is, where it was asked."""
     known_losses: frozenset[str] = frozenset()
     """Signatures of lost features that a patch was judged to bring, and is used all the same."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -132,6 +132,8 @@ def _again(ctx: Context, seen: Seen, order: Order, questions: Prove, notes: Note
     if state is None or state.server is None:
         raise NotHealthy(f"{seen.name} has no server process", where=str(seen.folder))
     server = running(seen.folder, state, order.settings.engine, order.settings.key)
+    if server.box:  # of what is proven able now, which a new build may have changed
+        server = replace(server, box=replace(server.box, image=order.settings.image))
     evidence = Evidence([watched(seen.folder, state.findings)])
     began = ctx.clock.monotonic()
     try:
@@ -180,7 +182,7 @@ def _fresh(ctx: Context, order: Order, questions: Prove, notes: Notes) -> Ready:
             raise NotHealthy("the server ended at once", where=str(settings.folder / "server.log"))
         server = Running(
             settings.folder, process, link.nonce, plan.host, port, settings.engine, settings.key,
-            link.box,
+            link.box, settings.version,
         )  # fmt: skip
         prove(ctx, server, order.asked, questions, evidence)
         if not link.tell_proven(str(notes.folder), foreground=order.foreground):

@@ -39,6 +39,8 @@ class Box:
     docker: Docker
     id: str
     inside_port: int
+    image: str | None = None
+    """Id of the image that it has to be of; None where that is not known."""
 
     def facts(self) -> ContainerFacts | None:
         """How it stands; None where it is gone, or the engine is."""

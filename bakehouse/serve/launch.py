@@ -50,6 +50,10 @@ class Settings:
     key: str | None = None
     known_losses: frozenset[str] = frozenset()
     """Ids of log signatures that are expected of this server."""
+    image: str | None = None
+    """Id of the image that was proven able, where the server is one."""
+    version: str | None = None
+    """What that image says of itself."""
 
 
 class Link:
@@ -152,7 +156,7 @@ def launch(
     first = State(
         name=folder.name, nonce=nonce, phase="starting", boot=boot_id(), argv=plan.command(nonce),
         host=plan.host, port=plan.port, plan=settings.plan, started=states.now(),
-        stop_timeout=settings.stop_timeout,
+        stop_timeout=settings.stop_timeout, image=settings.image, version=settings.version,
     )  # fmt: skip
     env = environment({**plan.env, MARK: str(folder)}, base)
     spec = Spec(
@@ -224,7 +228,7 @@ def _in_container(
     }  # fmt: skip
     state = replace(spec.state, container=made, docker=where or None)
     return (
-        containers.Box(docker, made, engine.inside_port),
+        containers.Box(docker, made, engine.inside_port, settings.image),
         replace(spec, state=state, env=env, run=follow),
     )
 

@@ -45,6 +45,8 @@ class Running:
     key: str | None = None
     box: Box | None = None
     """Its container; `process` is then the one that follows it."""
+    version: str | None = None
+    """What the image says of itself of which it was started."""
 
     @property
     def url(self) -> str:
@@ -69,9 +71,9 @@ def running(folder: Path, state: State, engine: str, key: str | None) -> Running
     box = None
     if state.container:
         port = engine_of(engine).inside_port
-        box = Box(engine_at(state.docker), state.container, port)
+        box = Box(engine_at(state.docker), state.container, port, state.image)
     return Running(
-        folder, state.server, state.nonce, state.host, state.port, engine, key, box
+        folder, state.server, state.nonce, state.host, state.port, engine, key, box, state.version
     )  # fmt: skip
 
 
@@ -148,6 +150,13 @@ def _identity_of_container(ctx: Context, server: Running, box: Box, suffix: str)
     name = facts.name if facts else box.id[:12]
     owner = f"published by {name}, port {port}" if port else "nothing is published"
     mine = ours and port == server.port
+    wanted = [] if box.image is None else [
+        check(
+            f"image{suffix}", f"the image that was proven able, {box.image}",
+            facts.image if facts else None, f"docker inspect {box.id[:12]}",
+            ok=facts is not None and facts.image == box.image,
+        ),
+    ]  # fmt: skip
     return [
         check(
             f"alive{suffix}", f"container {name} runs", state, f"docker inspect {box.id[:12]}",
@@ -157,6 +166,7 @@ def _identity_of_container(ctx: Context, server: Running, box: Box, suffix: str)
             f"port-owner{suffix}", f"port {server.port} is our container's own", owner,
             f"docker inspect {box.id[:12]}", ok=mine,
         ),
+        *wanted,
         *_answers(ctx, server, suffix, ours=mine),
     ]  # fmt: skip
 
@@ -189,6 +199,7 @@ def _named(engine: Engine, models: Answer) -> str:
 def features(ctx: Context, server: Running, asked: Asked) -> list[Check]:
     """Judge what the recipe asks for against the endpoints and the log."""
     engine = engine_of(server.engine)
+    asked = asked.model_copy(update={"version": server.version})
     got = {path: get(ctx, server.url + path, server.headers, FEATURE_S) for path in engine.evidence}
     open_doors = [
         check(

@@ -69,6 +69,10 @@ class State:
     """Its id, where the server runs in one; `server` is then the process that follows it."""
     docker: str | None = None
     """Address of the engine that the container is on."""
+    image: str | None = None
+    """Id of the image that was proven able, of which the container was made."""
+    version: str | None = None
+    """What that image says of itself."""
     alarms: tuple[dict[str, Any], ...] = ()
     """What the memory guard said, the latest ones, each with its time and figures."""
 

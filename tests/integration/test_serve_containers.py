@@ -20,51 +20,16 @@ import pytest
 import requests
 
 from bakehouse import cli
-from bakehouse.places import Places
 from bakehouse.plan.container import SERVER
 from bakehouse.ports.docker import ContainerSpec
 from bakehouse.serve import containers, launch
 from bakehouse.serve.container import Runner
-from bakehouse.serve.control import folders, look, stop
+from bakehouse.serve.control import look
 from bakehouse.serve.state import Ended, State, read, write
+from tests.support.boxed import House, opened
 from tests.support.docker_engine import Engine
-from tests.support.recipes import write_recipe
-from tests.support.vllm import fake_model, recipe_data
 
 pytestmark = [pytest.mark.integration, pytest.mark.docker]
-
-Answer = tuple[int, dict[str, Any], str]
-
-
-class House:
-    """A home of its own, and the tasks as a user calls them."""
-
-    def __init__(self, folder: Path, engine: Engine, image: str, capsys: Any) -> None:
-        self.folder = folder
-        self.engine = engine
-        self.docker = engine.port()
-        self.image = image
-        self.model = fake_model(folder / "model")
-        self.capsys = capsys
-
-    def write(self, name: str = "boxed", **over: Any) -> None:
-        write_recipe(self.folder, recipe_data(name, self.image, self.model, **over), name)
-
-    def call(self, task: str, name: str = "boxed", **options: Any) -> Answer:
-        code = cli.main(task, {"recipe": name, **options}, json=True, recipes=self.folder)
-        out = self.capsys.readouterr()
-        return code, json.loads(out.out), out.err
-
-    def serve(self, name: str = "boxed", **over: Any) -> Answer:
-        self.write(name, **over)
-        return self.call("serve", name)
-
-    def server(self, name: str = "boxed") -> Path:
-        return Places.from_environment().servers / name
-
-    def boxes(self) -> list[str]:
-        found = self.docker.containers({SERVER: ""})
-        return [c.id for c in found if c.labels[SERVER].startswith(str(self.folder))]
 
 
 @pytest.fixture
@@ -72,15 +37,8 @@ def house(
     tmp_path: Path, docker_engine: Engine, fake_vllm: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Iterator[House]:  # fmt: skip
-    monkeypatch.setenv("BAKEHOUSE_HOME", str(tmp_path / "home"))
-    for name, value in docker_engine.environment.items():
-        if name.startswith("DOCKER_"):
-            monkeypatch.setenv(name, value)
-    made = House(tmp_path, docker_engine, fake_vllm, capsys)
-    yield made
-    for folder in folders(Places.from_environment(), boxed=True):
-        stop(folder)
-    assert made.boxes() == []
+    with opened(tmp_path, docker_engine, fake_vllm, monkeypatch, capsys) as made:
+        yield made
 
 
 def checks(document: dict[str, Any]) -> dict[str, str]:
@@ -92,7 +50,8 @@ def test_served_proven_looked_at_and_stopped(house: House) -> None:
 
     assert code == 0, document["error"]
     assert set(checks(document).values()) == {"passed"}
-    assert {"alive", "port-owner", "nonce", "implementation", "cache-size"} <= set(checks(document))
+    judged = {"alive", "port-owner", "image", "nonce", "implementation", "cache-size", "version"}
+    assert judged <= set(checks(document))
     url = document["result"]["url"]
     assert url.startswith("http://127.0.0.1:")
     box = house.docker.container("bakehouse-boxed")
@@ -137,11 +96,23 @@ def test_inside_the_pinned_files_are_read_only_and_nothing_is_privileged(house: 
         ({"env": {"FAKE": "memory"}, "memory": "64MiB"}, 7, "memory of its limit", "server.log"),
         ({"env": {"FAKE": "fallback"}}, 7, "implementation", "Transformers"),
         ({"env": {"FAKE": "no-nonce"}}, 7, "nonce", ""),
+        ({"env": {"FAKE": "version"}}, 7, "version: expected 0.32.0; observed 0.31.0", "/version"),
+        ({"env": {"FAKE": "no-version"}}, 7, "version: expected 0.32.0; observed nothing", ""),
         ({"env": {"FAKE": "write"}}, 7, "exited by itself with 1", "Read-only file system"),
         ({"gpus": "all"}, 9, "no NVIDIA runtime", "container"),
         ({"user": "nobody-of-that-name"}, 9, "user", "container"),
     ],
-    ids=["exits", "out-of-memory", "fallback", "another-answers", "writes", "no-gpu", "no-user"],
+    ids=[
+        "exits",
+        "out-of-memory",
+        "fallback",
+        "another-answers",
+        "other-version",
+        "no-version",
+        "writes",
+        "no-gpu",
+        "no-user",
+    ],
 )
 def test_what_goes_wrong_is_told_apart_and_nothing_is_left(
     house: House, container: dict[str, Any], exit_: int, what: str, where: str

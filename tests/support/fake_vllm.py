@@ -58,8 +58,9 @@ class Handler(BaseHTTPRequestHandler):
                 {"id": n, "root": MODEL, "max_model_len": LENGTH, "owned_by": "vllm"} for n in names
             ]
             self.send(json.dumps({"data": data}).encode())
-        elif self.path == "/version":
-            self.send(b'{"version": "0.32.0"}')
+        elif self.path == "/version" and "no-version" not in FAULTS:
+            number = "0.31.0" if "version" in FAULTS else "0.32.0"
+            self.send(json.dumps({"version": number}).encode())
         elif self.path == "/metrics":
             self.send(b'vllm:num_requests_running{engine="0"} 0.0\n', "text/plain")
         elif self.path == "/die":

@@ -74,10 +74,10 @@ def recipe_data(name: str, image: str, model: Path, **over: Any) -> dict[str, An
         "command": "{{ server }} serve {{ weights.model.path }} --max-model-len 2048",
         **over.pop("serve", {}),
     }  # fmt: skip
-    container = over.pop("container", {})
+    container, more = over.pop("container", {}), over.pop("image_more", {})
     data = {
         "schema": 1, "name": name, "engine": "vllm",
-        "image": {"ref": {"x86_64": image}}, "container": container,
+        "image": {"ref": {"x86_64": image}, **more}, "container": container,
         "weights": {"model": {"path": str(model)}},
         "serve": serve,
         "probe": {"suites": ["facts"], "facts": {"questions": QUESTIONS}},

@@ -83,6 +83,17 @@ def test_what_is_missing_or_other_does_not_pass(
     assert judged(**changed)[id_] == verdict
 
 
+@pytest.mark.parametrize(
+    ("told", "verdict"),
+    [({"version": "0.32.0"}, "passed"), ({"version": "0.31.0"}, "failed"), ({}, "unknown"),
+     ({"version": 32}, "unknown"), (None, "unknown"), ("0.32.0", "unknown")],
+)  # fmt: skip
+def test_the_version_is_the_one_that_the_image_gave(told: Any, verdict: str) -> None:
+    asked = ALL.model_copy(update={"version": "0.32.0"})
+    assert judged(asked, version=told)["version"] == verdict
+    assert "version" not in judged(version=told)
+
+
 def test_speculation_that_nobody_asked_for_is_seen() -> None:
     none = ALL.model_copy(update={"speculation": None, "draft_tokens": None})
     assert judged(none)["speculation"] == "failed"

@@ -23,7 +23,7 @@ class Vllm:
     name = "vllm"
     server = "vLLM"
     health = "HTTP 200"
-    evidence: tuple[str, ...] = ("/v1/models", "/metrics")
+    evidence: tuple[str, ...] = ("/v1/models", "/metrics", "/version")
     guarded = "/v1/models"
     inside_port = server_.PORT
     key_variable = "VLLM_API_KEY"
@@ -76,11 +76,12 @@ class Vllm:
     def judge(
         self, asked: Asked, answers: Mapping[str, Answer], log: Sequence[str]
     ) -> tuple[Check, ...]:
-        """Judge `/v1/models`, `/metrics` and the log."""
+        """Judge `/v1/models`, `/metrics`, `/version` and the log."""
         metrics = answers["/metrics"]
         return evidence.judge(
             _own(asked), models=answers["/v1/models"].body,
             metrics=metrics.text if metrics.status == 200 else "", log=log,
+            version=answers["/version"].body,
         )  # fmt: skip
 
     def asked_for(self, asked: Asked) -> frozenset[str]:

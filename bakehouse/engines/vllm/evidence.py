@@ -84,7 +84,9 @@ def _settings(text: str) -> dict[str, str]:
     return found
 
 
-def judge(asked: Features, *, models: Any, metrics: str, log: Sequence[str]) -> tuple[Check, ...]:
+def judge(
+    asked: Features, *, models: Any, metrics: str, log: Sequence[str], version: Any = None
+) -> tuple[Check, ...]:
     """Judge what was asked for against what the endpoints and the log show."""
     line, engine = settled(log)
     where = f"server.log:{line}" if line else "server.log"
@@ -105,6 +107,9 @@ def judge(asked: Features, *, models: Any, metrics: str, log: Sequence[str]) -> 
         seen = engine.get("kv_cache_dtype")
         checks.append(check("kv-cache", asked.kv_cache, seen, where, ok=seen == asked.kv_cache))
     checks.append(_speculation(asked, engine, where, metrics))
+    if asked.version:
+        told = version.get("version") if isinstance(version, Mapping) else None
+        checks.append(_equal("version", asked.version, told, "GET /version"))
     return tuple(checks)
 
 

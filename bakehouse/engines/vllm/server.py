@@ -191,6 +191,7 @@ def expectations(asked: Features) -> tuple[str, ...]:
         "the nonce of the run comes back in /v1/models, from our container's published port",
         "/health answers 200, before the probe and after it",
         f"/v1/models names {asked.name} with root {asked.model_path}",
+        "/version gives the version that the image gave when it was asked",
         "the log shows an implementation of vLLM's own, not the Transformers fallback",
     ]
     if asked.context:
