@@ -17,6 +17,8 @@ _SCALES = re.compile(
     r"(_scale|_scale_inv|_scale_2|\.scales|\.qzeros|\.g_idx|_zero_point|_scale_shape|_shape)$"
 )
 _PACKED = re.compile(r"\.(qweight|weight_packed)$")
+_FORMAT = re.compile(r"(?:mx|nv)fp4|fp8", re.IGNORECASE)
+_FORMAT_KEYS = ("quant_method", "quant_algo", "format")
 _LOOKED_UP = re.compile(r"(^token_embd\.weight$|\bembed_tokens\.weight$|\bwte\.weight$)")
 _OUTPUT = re.compile(r"(^output\.weight$|\blm_head\.weight$)")
 _PICTURES = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|mm_proj)")
@@ -84,6 +86,18 @@ class Checkpoint:
             count, size = found.get(tensor.type, (0, 0))
             found[tensor.type] = (count + 1, size + tensor.size)
         return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+    @cached_property
+    def formats(self) -> frozenset[str]:
+        """Element types of weights, scales apart, and the formats that a config.json names.
+
+        Packed FP4 stands in bytes whose type says nothing, beside scales in FP8.
+        """
+        types = {tensor.type for tensor in self.tensors if not _SCALES.search(tensor.name)}
+        told = self.metadata.get("quantization_config") if self.format == "safetensors" else None
+        named = [told.get(key) for key in _FORMAT_KEYS] if isinstance(told, Mapping) else []
+        found = (_FORMAT.search(name) for name in named if isinstance(name, str))
+        return frozenset(types | {one[0].upper() for one in found if one})
 
     @property
     def quantisation(self) -> str:

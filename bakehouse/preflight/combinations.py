@@ -6,7 +6,7 @@ headers and this machine's GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from bakehouse.preflight.known_bad import PREFIX, Row, judge, rows, situation_of
 from bakehouse.preflight.rules import load_sound
 from bakehouse.recipe.faults import shown
 from bakehouse.recipe.load import Loaded
+from bakehouse.recipe.model import Recipe
 from bakehouse.toolkit.force import ARCHITECTURES
 
 
@@ -31,14 +32,8 @@ class Facts(Protocol):
         """Record something seen."""
 
 
-_PLACES: Mapping[str, tuple[str, ...]] = {
-    "toolkit": ("build", "cuda", "version"),
-    "environment": ("container", "env"),
-    "flags": ("build", "cmake"),
-    "quantisation": ("weights", "model"),
-    "compute_capability": ("host", "compute_capability"),
-}
-"""Which key is to blame, by the conditions of a row; the first that a row has."""
+_ORDER = ("toolkit", "environment", "flags", "quantisation", "compute_capability")
+"""Which condition of a row tells what is to blame: the first that a row has."""
 
 
 def known_bad(
@@ -91,8 +86,8 @@ def meant_for(ctx: Context, loaded: Loaded) -> tuple[str, ...]:
 
 
 def types_in(checkpoints: Iterable[Checkpoint | None]) -> frozenset[str]:
-    """Tensor types of checkpoints whose headers were read."""
-    return frozenset(name for one in checkpoints if one for name in one.types)
+    """Formats of weights, of checkpoints whose headers were read."""
+    return frozenset(name for one in checkpoints if one for name in one.formats)
 
 
 def types_on_disk(files: Iterable[Sequence[str]]) -> frozenset[str]:
@@ -102,7 +97,7 @@ def types_on_disk(files: Iterable[Sequence[str]]) -> frozenset[str]:
         paths = [Path(name) for name in names]
         if paths and all(path.is_file() for path in paths):
             try:
-                found |= read_paths(paths).types.keys()
+                found |= read_paths(paths).formats
             except BakehouseError:
                 continue
     return frozenset(found)
@@ -116,7 +111,7 @@ def faults(loaded: Loaded, checks: Iterable[Check]) -> tuple[Fault, ...]:
         if one.verdict is Verdict.FAILED and (row := by_id.get(one.id)):
             hint = f"{row.mend}; or accept it: acknowledge: {{{row.id}: why}}"
             message = f"known to be bad, {row.id}: {row.what}"
-            found.append(loaded.origin(*_place(row)).fault(message, hint))
+            found.append(loaded.origin(*_place(row, loaded.recipe)).fault(message, hint))
     return tuple(found)
 
 
@@ -148,8 +143,24 @@ def warnings(checks: Iterable[Check]) -> list[str]:
     ]
 
 
-def _place(row: Row) -> tuple[str, ...]:
-    for name, keys in _PLACES.items():
-        if getattr(row.when, name) is not None:
-            return keys
-    return ("name",)
+def _place(row: Row, recipe: Recipe) -> tuple[str, ...]:
+    """Give the key to blame: what the recipe itself writes that a condition of the row meets."""
+    conditions = {name: getattr(row.when, name) for name in _ORDER}
+    names = [c.partition("=")[0] for c in conditions["environment"] or () if c[0] != "!"]
+    if not names:  # that something is not set stands nowhere
+        conditions["environment"] = None
+    first = next((name for name, values in conditions.items() if values), None)
+    if first == "environment":
+        room = "serve" if any(name in recipe.serve.env for name in names) else "container"
+        return (room, "env", names[0])
+    if first == "flags":
+        return ("build", "cmake") if recipe.build and recipe.build.cmake else ("serve", "command")
+    if first == "quantisation":
+        model = recipe.weights.model
+        key = next((key for key in ("hub", "path", "url") if getattr(model, key)), "hub")
+        return ("weights", "model", key)
+    places = {
+        "toolkit": ("build", "cuda", "version"),
+        "compute_capability": ("host", "compute_capability"),
+    }
+    return places.get(first or "", ("name",))

@@ -20,7 +20,11 @@ from pydantic import AfterValidator, Field
 
 from bakehouse.base import Frozen
 from bakehouse.checks import Check, check
+from bakehouse.engines.vllm import flags
+from bakehouse.errors import RecipeError
+from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
+from bakehouse.recipe.variables import trial_variables
 from bakehouse.toolkit.types import numbers, satisfies
 
 PREFIX = "known-bad."
@@ -171,8 +175,11 @@ def situation_of(
     """What a recipe says, with what is known besides: nvcc's version, GPUs, tensors' types."""
     weights = recipe.weights.model
     names = [n for n in (weights.files, weights.hub, weights.path, weights.url) if n]
-    words = recipe.serve.command.split()
+    words = _command(recipe)
     pairs = [f"{a}={b}" for a, b in pairwise(words) if a.startswith("--") and "=" not in a]
+    if recipe.engine == "vllm":  # which has several spellings of a flag
+        read = flags.read(words).flags
+        pairs += [f"{flag}={value}" for flag, values in read.items() for value in values]
     names += [pair for pair in pairs if pair.startswith("--quantization=")]
     known = {t.upper() for t in tensor_types} | (quantisations(names) or set())
     seen = set(capabilities)
@@ -191,6 +198,16 @@ def situation_of(
         flags=(*(f"{n}={v}" for n, v in cmake.items()), *words, *pairs),
         inapplicable=_inapplicable(recipe, seen),
     )
+
+
+def _command(recipe: Recipe) -> tuple[str, ...]:
+    """Arguments as the engine gets them, quotes and variables resolved, paths of stand-ins."""
+    from bakehouse.recipe.argv import render  # Jinja is slow to import
+
+    try:
+        return render(recipe.serve.command, trial_variables(recipe), origin=Origin("recipe"))
+    except RecipeError:
+        return tuple(recipe.serve.command.split())
 
 
 def _inapplicable(recipe: Recipe, capabilities: set[str]) -> frozenset[str]:

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 from bakehouse import cli
+from bakehouse.checkpoints.shape import ModelShape
+from bakehouse.checkpoints.tensors import Tensor
+from bakehouse.checkpoints.whole import Checkpoint, CheckpointFile
 from bakehouse.engines.vllm import flags
 from bakehouse.preflight import vllm
+from bakehouse.preflight.combinations import types_in
+from bakehouse.preflight.known_bad import judge, situation_of
 from bakehouse.recipe.load import load, names
 from tests.unit.test_vllm_server import recipe
 
@@ -101,3 +106,75 @@ def test_the_depths_of_the_recipes(name: str, depth: int) -> None:
     assert made.asked.suites == ("facts", "fluency", "likelihood", "speculation")
     assert made.container
     assert (made.container.ipc, made.container.shm_size) == ("host", 16 * 2**30)
+
+
+PLACES = {
+    "muse-glimmer-transformers": ("refused/muse-glimmer-transformers.yaml", "command: |"),
+    "muse-glimmer-fp8": ("refused/muse-glimmer-fp8.yaml", "RedHatAI/Muse-Glimmer-30B-FP8-block"),
+    "muse-glimmer-fp8-no-deep-gemm": (
+        "refused/muse-glimmer-fp8-no-deep-gemm.yaml", "VLLM_USE_DEEP_GEMM",
+    ),
+    "muse-glimmer-dflash-no-budget": ("refused/muse-glimmer-dflash-no-budget.yaml", "command: |"),
+}  # fmt: skip
+NAMES_IT = {
+    "muse-glimmer-transformers": "--model-impl transformers",
+    "muse-glimmer-fp8": "the weights are FP8",
+    "muse-glimmer-fp8-no-deep-gemm": "VLLM_USE_DEEP_GEMM=0",
+    "muse-glimmer-dflash-no-budget": "--max-num-seqs and --max-num-batched-tokens",
+}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_refusal_names_what_the_recipe_wrote_and_stands_there(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = RECIPES / "refused" / f"{name}.yaml"
+    cli.main("check", {"recipe": str(path)}, json=True, recipes=RECIPES)
+    (fault,) = json.loads(capsys.readouterr().out)["result"]["recipes"][0]["faults"]
+    file, text = PLACES[name]
+    assert fault["file"].endswith(file), fault
+    assert text in (RECIPES / file).read_text().splitlines()[fault["line"] - 1]
+    assert NAMES_IT[name] in fault["message"]
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["--model-impl transformers", "--model_impl=transformers", "--model-impl 'transformers'",
+     '"--model-impl" transformers', "--model-impl {{ vars.impl }}", "--model-impl=trans''formers"],
+)  # fmt: skip
+def test_a_bad_flag_is_seen_however_it_is_written(written: str) -> None:
+    serve = {"command": f"vllm serve /weights/model {written}", "vars": {"impl": "transformers"}}
+    made = recipe(serve=serve)
+    ids = [one.id for one in judge(made, situation_of(made), "r.yaml")]
+    assert ids == ["known-bad.vllm-transformers-impl"]
+
+
+GB10 = {"compute_capability": "12.1"}
+
+
+@pytest.mark.parametrize(
+    ("types", "quantised", "bad"),
+    [
+        (("F8_E4M3", "F32"), None, "vllm-deep-gemm-fp8-gb10"),
+        (("BF16",), {"quant_method": "fp8"}, "vllm-deep-gemm-fp8-gb10"),
+        (("U8", "BF16"), {"quant_method": "mxfp4"}, "vllm-mxfp4-gb10"),
+        (("U8", "BF16"), {"format": "nvfp4-pack-quantized"}, "vllm-nvfp4-moe-gb10"),
+        (("U8", "F8_E4M3 scale"), {"quant_algo": "NVFP4"}, "vllm-nvfp4-moe-gb10"),
+        (("BF16",), None, ""),
+        (("BF16",), {"quant_method": "awq"}, ""),
+        (("I32", "F16"), {"quant_method": 8}, ""),
+    ],
+)
+def test_headers_tell_the_format_whatever_the_folder_is_called(
+    types: tuple[str, ...], quantised: Any, bad: str
+) -> None:
+    tensors = tuple(
+        Tensor(f"layers.0.w{'_scale' if 'scale' in one else ''}", (4,), one.split()[0], 0, 4)
+        for one in types
+    )
+    files = (CheckpointFile("m.safetensors", 9, tensors),)
+    config = {"quantization_config": quantised} if quantised else {}
+    known = types_in([Checkpoint("safetensors", files, ModelShape("", ()), config)])
+    made = recipe(host=GB10, container={"gpus": "all"})
+    found = judge(made, situation_of(made, tensor_types=known), "r.yaml")
+    assert [one.id for one in found] == ([f"known-bad.{bad}"] if bad else [])
