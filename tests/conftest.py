@@ -18,6 +18,7 @@ from bakehouse.recipe.load import find, load
 from bakehouse.resolve import ensure_lock
 from bakehouse.sources.weights import ensure
 from tests.support.docker_engine import docker_engine, docker_registry  # noqa: F401 - fixtures
+from tests.support.house import house  # noqa: F401 - a fixture
 from tests.support.vllm import fake_vllm, vllm_image, vllm_model  # noqa: F401 - fixtures
 
 settings.register_profile(

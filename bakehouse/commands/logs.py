@@ -79,7 +79,7 @@ def shown(
         last, tail = last_lines(folder / "server.log", count)
         yield from map(hide.text, last)
     while True:
-        alive = follow and look(folder).alive
+        alive = follow and bool(look(folder, inside=False).processes)
         while new := tail.lines():
             yield from map(hide.text, new)
         if not alive:

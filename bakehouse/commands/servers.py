@@ -83,14 +83,16 @@ def line(seen: Seen) -> str:
     if seen.word in {"running", "starting"}:
         rest = f"{data.get('url') or 'not listening yet'}  process {data.get('pid')}"
         rest += f"  since {data.get('started')}"
+    elif seen.word == "paused":
+        rest = f"{seen.trouble}; invoke stop --recipe {seen.name} ends it"
+    elif seen.error:
+        rest = seen.trouble or ""
     elif seen.containers:
         rest = f"{seen.trouble}, without its keeper; invoke stop --recipe {seen.name} removes it"
     elif seen.word == "orphaned":
         rest = f"its keeper is gone; invoke stop --recipe {seen.name} ends what is left of it"
     elif seen.word == "unclear":
         rest = f"it runs, and {seen.trouble}; invoke stop --recipe {seen.name} ends it"
-        if not seen.alive:
-            rest = seen.trouble or ""
     else:
         ended = data.get("ended") or {}
         rest = f"{ended.get('says') or seen.trouble or 'never ran'}  {ended.get('at') or ''}"

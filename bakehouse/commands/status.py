@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from bakehouse.commands.servers import as_data, folder_of, line
 from bakehouse.context import Context
 from bakehouse.outcome import Outcome
-from bakehouse.serve.control import folders, look
+from bakehouse.serve.containers import hanging
+from bakehouse.serve.control import folders, look, unasked
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,22 @@ class Options:
 
 
 def run(ctx: Context, options: Options) -> Outcome:
-    """Look at one server or at all; what is gone is written down as gone."""
+    """Look at one server or at all; what is gone is written down as gone.
+
+    A server whose Docker Engine does not answer is unclear, and an error beside the result.
+    """
     wanted = (
         (folder_of(ctx, options.recipe),) if options.recipe else folders(ctx.places, boxed=True)
     )
     seen = [look(folder) for folder in wanted]
     text = "\n".join(line(one) for one in seen) or "no server runs, and none has run yet"
-    return Outcome(result={"servers": [as_data(one) for one in seen]}, text=text)
+    unseen = hanging()
+    if unseen:
+        text += f"\nnot looked for, containers that left no folder: {unseen.what}"
+    unclear = next(((one, one.error) for one in seen if one.error), None)
+    result = {
+        "servers": [as_data(one) for one in seen],
+        "unseen": unseen.what if unseen else None,
+    }
+    error = unasked(*unclear, "see what is said of each server") if unclear else None
+    return Outcome(result=result, text=text, error=error)

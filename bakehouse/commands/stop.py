@@ -27,7 +27,14 @@ def run(ctx: Context, options: Options) -> Outcome:
     if bool(options.recipe) == options.all_:
         raise UsageError("name one server or all", hint="--recipe NAME, or --all")
     wanted = folders(ctx.places, boxed=True) if options.all_ else (folder_of(ctx, options.recipe),)
-    done = [stop(folder) for folder in wanted]
+    done, failed = [], []
+    for folder in wanted:
+        try:
+            done.append(stop(folder))
+        except HostError as error:  # the others are stopped all the same
+            failed.append(error)
+    if failed:
+        raise failed[0]
     if left := [p for folder in wanted for p in look(folder).processes]:
         raise HostError(
             "something still runs: " + ", ".join(f"process {p.pid}" for p in left),

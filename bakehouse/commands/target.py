@@ -17,7 +17,7 @@ from bakehouse.recipe.load import find, load
 from bakehouse.records.store import Run
 from bakehouse.redact import clean, without_credentials
 from bakehouse.resolve import lock_path, read_lock
-from bakehouse.serve.control import look
+from bakehouse.serve.control import look, unasked
 from bakehouse.serve.launch import kept_key
 from bakehouse.serve.proof import Running, running
 
@@ -82,6 +82,13 @@ def _ours(ctx: Context, which: Which, *, golden: bool) -> Target:
     folder = ctx.places.servers / name
     seen = look(folder)
     state = seen.state
+    if seen.error:
+        raise unasked(seen, seen.error, "nothing was asked of it")
+    if seen.word == "paused":
+        raise NotHealthy(
+            f"'{name}' is paused: {seen.trouble}", where=str(folder), id="paused",
+            hint=f"let it go on, or stop it: invoke stop --recipe {name}",
+        )  # fmt: skip
     says = state.ended.says if state and state.ended else "it never ran"
     how = f"it is {seen.word}" if seen.alive else says
     if not seen.alive or state is None or state.server is None or not state.port:

@@ -118,6 +118,8 @@ class ContainerSpec(Frozen):
     pids: int | None = None
     init: bool = False
     """Whether the engine's own init is process 1: it reaps, and hands signals on."""
+    oom_score: int | None = None
+    """What the kernel adds to its claim to be ended where the machine's memory runs out."""
     drop_capabilities: bool = False
     log_bytes: int = 2**27
     """What the engine keeps of its log: one that floods must not fill the disk."""
@@ -150,6 +152,17 @@ class ContainerFacts(Frozen):
     def running(self) -> bool:
         """Whether its process is alive."""
         return self.state in ("running", "paused")
+
+
+class Happening(Frozen):
+    """Something that befell a container, as the engine's events name it."""
+
+    at: float
+    """Unix, in seconds."""
+    what: str
+    """kill, die, stop, pause, oom, destroy and so on."""
+    signal: int | None = None
+    """Of a `kill`."""
 
 
 class Answered(Frozen):
@@ -209,6 +222,12 @@ class Docker(Protocol):
 
     def container(self, container: str) -> ContainerFacts | None:
         """Look a container up by name or id; None where there is none."""
+
+    def happened(self, container: str, since: float) -> tuple[Happening, ...]:
+        """What befell a container since a time (Unix, in seconds), oldest first.
+
+        An engine remembers only the latest events of all its containers.
+        """
 
     def containers(self, labels: Mapping[str, str]) -> tuple[ContainerFacts, ...]:
         """All containers with these labels, ended ones too; an empty value matches any."""

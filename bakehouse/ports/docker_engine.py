@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import os
 import socket
+import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bakehouse.errors import HostError, NotFound
@@ -25,17 +27,34 @@ from bakehouse.ports.docker import (
     ContainerSpec,
     Credentials,
     EngineFacts,
+    Happening,
     ImageFacts,
     OnLayer,
 )
 from bakehouse.ports.docker_errors import explain, unreachable
-from bakehouse.ports.docker_facts import container_facts, create_body, engine_facts, image_facts
+from bakehouse.ports.docker_facts import (
+    container_facts,
+    create_body,
+    engine_facts,
+    happening,
+    image_facts,
+)
+from bakehouse.ports.docker_pull import Layers
 from bakehouse.ports.docker_where import Endpoint, config_file, find_endpoint
 
 if TYPE_CHECKING:
-    from docker import APIClient
+    from bakehouse.ports.docker_connect import Client
 
-TIMEOUT_S = 60
+TIMEOUT_S = 60.0
+"""What a short question may take where nobody says otherwise, in seconds."""
+ACTION_S = 180.0
+"""What it may take to make, start, end or remove something, in seconds."""
+STALL_S = 300.0
+"""A pull of which nothing comes for so long, in seconds, does not come any more."""
+REMEMBERED_S = 2.0
+"""An engine that did not answer is not knocked at again for so long, in seconds: what a task asks
+of it in one go waits once."""
+_silent: dict[str, tuple[float, HostError]] = {}
 ASKED_BY = f"{OURS}.asked-by"
 """Label of a short question's container: host and process that asked, so that what a killed run
 left is found and removed."""
@@ -43,11 +62,25 @@ CHUNK = 2**20
 
 
 class RealDocker:
-    """See `ports.docker.Docker`. Connects when it is first used."""
+    """See `ports.docker.Docker`. Connects when it is first used.
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    `patience` is what a question may take (a minute), `stall` how long a pull may bring nothing, in
+    seconds; `origin` says who named the engine, where that is not the environment.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str] | None = None,
+        *,
+        patience: float | None = None,
+        stall: float = STALL_S,
+        origin: str | None = None,
+    ) -> None:
         self._environment = environment
-        self._client: APIClient | None = None
+        self._patience = patience or TIMEOUT_S
+        self._stall = stall
+        self._origin = origin
+        self._client: Client | None = None
         self._endpoint: Endpoint | None = None
 
     @property
@@ -106,37 +139,42 @@ class RealDocker:
             "username": known.username, "password": known.password,
             "identitytoken": known.identity_token,
         }  # fmt: skip
-        with self._said(f"pulling {reference}") as client:
-            lines = client.pull(
-                reference, stream=True, decode=True, platform=f"linux/{ARCHITECTURES[arch]}",
-                auth_config=auth or None,
-            )  # fmt: skip
-            for line in lines:
-                if failed := line.get("error"):
-                    raise explain(str(failed), f"pulling {reference}")
-                detail = line.get("progressDetail") or {}
-                if on_layer and line.get("id"):
-                    done, total = detail.get("current"), detail.get("total")
-                    on_layer(line["id"], str(line.get("status")), int(done or 0), int(total or 0))
+        layers, where = Layers(on_layer), f"pulling {reference}"
+        try:
+            with self._said(where, ACTION_S) as client:
+                client.longest = self._stall
+                lines = client.pull(
+                    reference, stream=True, decode=True, platform=f"linux/{ARCHITECTURES[arch]}",
+                    auth_config=auth or None,
+                )  # fmt: skip
+                for line in lines:
+                    if failed := line.get("error"):
+                        raise explain(str(failed), where)
+                    layers.take(line)
+        except HostError as error:
+            if error.id != "docker-timeout":
+                raise
+            self.facts()  # an engine that hangs is one, whatever it was pulling
+            raise layers.stalled(where, self._stall) from None
         found = self.image(reference)
         if found is None:
-            raise explain("no such image", f"pulling {reference}")
+            raise explain("no such image", where)
         return found
 
     def tag(self, image: str, repository: str, tag: str) -> None:
         """See `Docker.tag`."""
-        with self._said(f"{repository}:{tag}") as client:
+        with self._said(f"{repository}:{tag}", ACTION_S) as client:
             client.tag(image, repository, tag)
 
     def remove_image(self, reference: str) -> None:
         """See `Docker.remove_image`."""
-        with suppress(NotFound), self._said(reference) as client:
+        with suppress(NotFound), self._said(reference, ACTION_S) as client:
             client.remove_image(reference)
 
     def create(self, spec: ContainerSpec) -> str:
         """See `Docker.create`."""
         cdi = bool(spec.gpus) and self.facts().gpus.startswith("cdi")
-        with self._said(f"container {spec.name or 'of ' + spec.image}") as client:
+        with self._said(f"container {spec.name or 'of ' + spec.image}", ACTION_S) as client:
             made: dict[str, Any] = client.create_container_from_config(  # type: ignore[no-untyped-call]
                 create_body(spec, cdi=cdi), spec.name
             )
@@ -144,7 +182,7 @@ class RealDocker:
 
     def start(self, container: str) -> None:
         """See `Docker.start`."""
-        with self._said(f"container {container[:12]}") as client:
+        with self._said(f"container {container[:12]}", ACTION_S) as client:
             client.start(container)
 
     def container(self, container: str) -> ContainerFacts | None:
@@ -154,6 +192,14 @@ class RealDocker:
                 return container_facts(client.inspect_container(container))
         except NotFound:
             return None
+
+    def happened(self, container: str, since: float) -> tuple[Happening, ...]:
+        """See `Docker.happened`."""
+        with self._said(f"container {container[:12]}") as client:
+            # The SDK's types know whole seconds only; the engine takes parts of them, as text.
+            span: Any = {"since": f"{since:.9f}", "until": f"{time.time():.9f}"}
+            wanted = {"container": container, "type": "container"}
+            return tuple(map(happening, client.events(**span, decode=True, filters=wanted)))
 
     def containers(self, labels: Mapping[str, str]) -> tuple[ContainerFacts, ...]:
         """See `Docker.containers`."""
@@ -189,14 +235,14 @@ class RealDocker:
 
     def stop(self, container: str, timeout: float) -> None:
         """See `Docker.stop`."""
-        with suppress(NotFound), self._said(f"container {container[:12]}") as client:
+        with suppress(NotFound), self._said(f"container {container[:12]}", ACTION_S) as client:
             client.stop(container, timeout=int(timeout))
 
     def remove(self, container: str) -> None:
         """See `Docker.remove`."""
         from docker.errors import APIError
 
-        with suppress(NotFound), self._said(f"container {container[:12]}") as client:
+        with suppress(NotFound), self._said(f"container {container[:12]}", ACTION_S) as client:
             try:
                 client.remove_container(container, force=True, v=True)
             except APIError as error:
@@ -214,6 +260,7 @@ class RealDocker:
             self.start(container)
             code = self.wait(container, timeout)
             if code is None:
+                self._client = None  # knock anew: an engine that hangs would hold each of the rest
                 self.stop(container, 0)
             facts = self.container(container)
             out, cut_out = self._stream(container, max_bytes, stdout=True)
@@ -249,88 +296,54 @@ class RealDocker:
 
     def export(self, container: str) -> Iterable[bytes]:
         """See `Docker.export`."""
-        with self._said(f"container {container[:12]}") as client:
+        with self._said(f"container {container[:12]}", ACTION_S) as client:
             yield from client.export(container, chunk_size=CHUNK)
 
     def _where(self) -> str:
         return self._endpoint.host if self._endpoint else ""
 
     @contextmanager
-    def _said(self, where: str) -> Iterator[APIClient]:
+    def _said(self, where: str, seconds: float | None = None) -> Iterator[Client]:
         """Give the client; turn what it raises into an error that a person can act on."""
+        client = self._connected()
         from docker.errors import APIError, DockerException
         from requests.exceptions import RequestException
 
-        client = self._connected()
+        client.timeout = math.ceil(seconds or self._patience)
         try:
             yield client
         except APIError as error:
             debug("docker", where=where, status=error.status_code, said=str(error.explanation))
             raise explain(str(error.explanation or error), where) from None
         except (DockerException, RequestException) as error:
-            end = self._endpoint
-            raise unreachable(error, self._where(), end.origin if end else "") from None
+            self._client = None  # the next one knocks again
+            raise self._unreachable(error) from None
 
-    def _connected(self) -> APIClient:
+    def _connected(self) -> Client:
         if self._client is None:
             from docker.errors import DockerException
             from requests.exceptions import RequestException
 
-            from docker import APIClient, tls
+            from bakehouse.ports.docker_connect import connect
 
-            end = self._endpoint = find_endpoint(self.environment)
-            _see_configuration()
+            found = find_endpoint(self.environment)
+            self._endpoint = replace(found, origin=self._origin or found.origin)
+            at, silent = _silent.get(found.host, (0.0, None))
+            if silent and time.monotonic() - at < REMEMBERED_S:
+                raise silent
             try:
-                _knock(end.host)
-                config: Any = False
-                if end.tls:
-                    config = tls.TLSConfig(
-                        client_cert=(str(end.tls / "cert.pem"), str(end.tls / "key.pem")),
-                        ca_cert=str(end.tls / "ca.pem"), verify=end.verify,
-                    )  # fmt: skip
-                self._client = APIClient(
-                    base_url=end.host,
-                    version="auto",
-                    timeout=TIMEOUT_S,
-                    tls=config,
-                )
+                self._client = connect(self._endpoint)
             except (DockerException, RequestException, OSError, ValueError) as error:
-                raise unreachable(error, end.host, end.origin) from None
+                failed = self._unreachable(error)
+                if failed.id == "docker-timeout":
+                    _silent[found.host] = (time.monotonic(), failed)
+                raise failed from None
             weakref.finalize(self, self._client.close)
         return self._client
 
-
-def _see_configuration() -> None:
-    """See that the SDK can read Docker's configuration, as it does while it connects.
-
-    Otherwise a fault in that file would pass for an engine that does not answer.
-    """
-    from docker.errors import DockerException
-    from docker.utils.config import find_config_file, load_general_config
-
-    from docker import auth
-
-    try:
-        auth.load_config()
-        general = load_general_config()
-        proxies = general.get("proxies", {})
-        for each in (general.get("HttpHeaders", {}), proxies, *dict(proxies).values()):
-            if not isinstance(each, dict):
-                raise TypeError("a map is wanted")
-    except (DockerException, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise HostError(
-            f"the Docker configuration cannot be read ({type(error).__name__})",
-            where=str(find_config_file()), id="docker-config",
-            hint="mend the file, or name another folder in DOCKER_CONFIG",
-        ) from None  # fmt: skip
-
-
-def _knock(host: str) -> None:
-    """See that a socket is listened at: the SDK would wrap the system's word, and leak a socket."""
-    if host.startswith("unix://"):
-        with socket.socket(socket.AF_UNIX) as one:
-            one.settimeout(TIMEOUT_S)
-            one.connect(host.removeprefix("unix://"))
+    def _unreachable(self, error: BaseException) -> HostError:
+        end = self._endpoint
+        return unreachable(error, end.host, end.origin) if end else unreachable(error, "", "")
 
 
 def registry_of(reference: str) -> str:

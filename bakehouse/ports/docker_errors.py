@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import re
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
 
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound
 from bakehouse.redact import without_credentials
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _DIGEST_LOGIN = "log in with 'docker login', as an account that may read it"
 
 
@@ -132,8 +136,8 @@ def explain(message: str, where: str) -> BakehouseError:
 def unreachable(error: BaseException, host: str, origin: str) -> HostError:
     """Make the error for an engine that does not answer, by what the system said."""
     where = f"{host} ({origin})"
-    scheme = host.partition("://")[0]
-    if scheme not in ("unix", "tcp", "http", "https", "ssh"):
+    parts = urlsplit(host)
+    if parts.scheme not in ("unix", "tcp", "http", "https", "ssh"):
         return HostError(
             f"'{without_credentials(host)}' is no address of a Docker Engine", where=origin,
             id="docker-host", hint="write unix:///path/to/docker.sock, tcp://HOST:PORT or ssh://HOST",
@@ -145,28 +149,60 @@ def unreachable(error: BaseException, host: str, origin: str) -> HostError:
             "ssh -NL /tmp/docker.sock:/var/run/docker.sock HOST",
         )  # fmt: skip
     for cause in _chain(error):
-        if isinstance(cause, PermissionError):
-            return HostError(
-                "this user may not speak to the Docker Engine", where=where, id="docker-permission",
-                hint="sudo usermod -aG docker $USER, then log in again; members of that group are "
-                "as good as root",
-            )  # fmt: skip
-        if isinstance(cause, TimeoutError) or "timed out" in str(cause):
-            return HostError(
-                "the Docker Engine does not answer in time", where=where, id="docker-timeout",
-                hint="see whether it hangs: journalctl -u docker",
-            )  # fmt: skip
-        if "TLS" in type(cause).__name__ or "SSL" in type(cause).__name__:
-            return HostError(
-                f"no trusted connection to the Docker Engine: {cause}", where=where,
-                id="docker-tls", hint="see DOCKER_CERT_PATH: ca.pem, cert.pem and key.pem",
-            )  # fmt: skip
+        if known := _by_cause(cause, where, parts):
+            return known
+    near = parts.scheme == "unix" or parts.hostname in LOOPBACK
+    start = "start it: " + ("" if os.geteuid() == 0 else "sudo ") + "systemctl start docker; or "
     return HostError(
         "no Docker Engine answers", where=where, id="docker-daemon",
-        hint=("start it: " + ("" if os.geteuid() == 0 else "sudo ") + "systemctl start docker; or "
-              "install it, see https://docs.docker.com/engine/install/; or name another in "
-              "DOCKER_HOST"),
+        hint=(start if near else f"start it on {parts.hostname}, and see the firewall; or ")
+        + "install it, see https://docs.docker.com/engine/install/; or name another in DOCKER_HOST",
     )  # fmt: skip
+
+
+def _by_cause(cause: BaseException, where: str, parts: SplitResult) -> HostError | None:
+    """Make the error for what one exception of a chain tells; None where it tells nothing."""
+    if isinstance(cause, PermissionError):
+        return HostError(
+            "this user may not speak to the Docker Engine", where=where, id="docker-permission",
+            hint=f"sudo usermod -aG {_group(parts.path)} $USER, then log in again; members of that "
+            "group are as good as root",
+        )  # fmt: skip
+    if isinstance(cause, FileExistsError):
+        return HostError(
+            "what should be the Docker Engine's socket is none: a file or a folder lies there",
+            where=where, id="docker-socket",
+            hint="remove it and start the engine anew, or name the right socket in DOCKER_HOST",
+        )  # fmt: skip
+    if isinstance(cause, socket.gaierror):
+        return HostError(
+            f"the Docker Engine's machine is not known: {parts.hostname}", where=where,
+            id="docker-host-unknown",
+            hint="mend the name where it is set (DOCKER_HOST, or: docker context ls), or the "
+            "network's name service",
+        )  # fmt: skip
+    # A unix socket on which too many wait already gives no time-out, but says at once: again later.
+    if isinstance(cause, TimeoutError | BlockingIOError) or "timed out" in str(cause):
+        return HostError(
+            "the Docker Engine does not answer in time", where=where, id="docker-timeout",
+            hint="it hangs, or its machine does: see journalctl -u docker; what ends a hanging one "
+            "(systemctl restart docker) ends its containers too",
+        )  # fmt: skip
+    if "TLS" in type(cause).__name__ or "SSL" in type(cause).__name__:
+        return HostError(
+            f"no trusted connection to the Docker Engine: {cause}", where=where,
+            id="docker-tls", hint="see DOCKER_CERT_PATH: ca.pem, cert.pem and key.pem",
+        )  # fmt: skip
+    return None
+
+
+def _group(path: str) -> str:
+    """Whose members may use a socket; `docker` where that cannot be seen, or is root's own."""
+    try:
+        name = grp.getgrgid(os.stat(path).st_gid).gr_name
+    except (OSError, KeyError, ValueError):
+        return "docker"
+    return "docker" if name == "root" else name
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

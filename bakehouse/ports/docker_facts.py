@@ -11,6 +11,7 @@ from bakehouse.ports.docker import (
     ContainerFacts,
     ContainerSpec,
     EngineFacts,
+    Happening,
     ImageFacts,
     machine_arch,
 )
@@ -113,6 +114,16 @@ def container_facts(data: Mapping[str, Any]) -> ContainerFacts:
     )
 
 
+def happening(event: Mapping[str, Any]) -> Happening:
+    """Read one event of the engine."""
+    number = str(((event.get("Actor") or {}).get("Attributes") or {}).get("signal") or "")
+    return Happening(
+        at=float(event.get("timeNano") or 0) / 1e9 or float(event.get("time") or 0),
+        what=str(event.get("Action") or event.get("status") or ""),
+        signal=int(number) if number.isdigit() else None,
+    )
+
+
 def create_body(spec: ContainerSpec, *, cdi: bool = False) -> dict[str, Any]:
     """Give the engine's request for a new container. Raises UsageError for odd `gpus`.
 
@@ -171,6 +182,7 @@ def _host_config(spec: ContainerSpec, *, cdi: bool) -> dict[str, Any]:
         "MemorySwap": spec.memory,
         "PidsLimit": spec.pids,
         "Init": spec.init or None,
+        "OomScoreAdj": spec.oom_score,
         "CapDrop": ["ALL"] if spec.drop_capabilities else None,
         "DeviceRequests": [gpu_request(spec.gpus, cdi=cdi)] if spec.gpus else None,
     }

@@ -16,7 +16,7 @@ from bakehouse.engines.engine import Asked
 from bakehouse.errors import BakehouseError, HostError, Interrupted, NotCorrect, NotHealthy
 from bakehouse.plan.types import ServePlan
 from bakehouse.records.model import Answer, SuiteRecord
-from bakehouse.serve.control import Seen, look, stop
+from bakehouse.serve.control import Seen, look, stop, unasked
 from bakehouse.serve.launch import Link, Settings, kept_key, launch
 from bakehouse.serve.processes import Process
 from bakehouse.serve.proof import Evidence, Prove, Running, prove, running
@@ -106,6 +106,13 @@ def bring_up(ctx: Context, order: Order, questions: Prove, notes: Notes) -> Read
     folder = order.settings.folder
     with turn(ctx, folder):
         seen = look(folder)
+        if seen.error:
+            raise unasked(seen, seen.error, "nothing was started")
+        if seen.word == "paused":
+            raise NotHealthy(
+                f"{seen.name} is paused: {seen.trouble}", where=str(folder), id="paused",
+                hint=f"let it go on, or stop it first: invoke stop --recipe {seen.name}",
+            )  # fmt: skip
         if seen.word == "running" and seen.state:
             _same(seen, order)
             return _again(ctx, seen, order, questions, notes)

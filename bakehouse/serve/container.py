@@ -22,18 +22,23 @@ from pathlib import Path
 from typing import Any
 
 from bakehouse.errors import BakehouseError
-from bakehouse.ports.docker import ContainerFacts
+from bakehouse.ports.docker import ContainerFacts, Happening
 from bakehouse.ports.docker_engine import RealDocker
 from bakehouse.ports.guard import PR_SET_PDEATHSIG
-from bakehouse.serve.aftermath import NOTE
-from bakehouse.serve.state import LOST
+from bakehouse.serve.aftermath import AT_ONCE, NOTE
+from bakehouse.serve.container_end import Seen
+from bakehouse.serve.processes import is_in
 
 LONG_S = 3600.0
 TICK_S = 0.2
 SETTLE_S = 0.3
 """After an end so long is waited, in seconds, to see whether somebody starts it again."""
+RESTART_S = 2.0
+"""The same after somebody stopped it: that may be the first half of a restart."""
 DRAIN_S = 5.0
 """The last lines of the log may be so late, in seconds."""
+BACK_S = 30.0
+"""An engine that went away may be so long in coming back, in seconds."""
 
 
 class Runner:
@@ -45,36 +50,40 @@ class Runner:
         self.stop_timeout = stop_timeout
         self.docker = RealDocker()
         self.told = threading.Event()
+        self.at_once = False
         self.ended = threading.Event()
+        self.cut = False
+        """Whether the engine went away in the meantime."""
         self.lost: str | None = None
         self.started = ""
+        self.pid = 0
+        self.began = time.time()
 
     def run(self) -> int:
         """Start, follow, clean up; give the exit status."""
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         signal.signal(signal.SIGTERM, lambda _number, _frame: self.told.set())
+        signal.signal(AT_ONCE, lambda _number, _frame: self._kill())
         try:
             self.docker.start(self.id)
         except BakehouseError as error:
-            self._write({"failed": _plain(error), "says": f"never started: {error.what}"})
             _say(f"the container did not start: {error.what}")
-            self._remove()
+            self._leave({"failed": _plain(error), "says": f"never started: {error.what}"})
             return 125
-        first = self.docker.container(self.id)
-        self.started = first.started if first else ""
+        with contextlib.suppress(BakehouseError):
+            if first := self.docker.container(self.id):
+                self.started, self.pid = first.started, first.pid
         follower = threading.Thread(target=self._follow, daemon=True)
         follower.start()
         threading.Thread(target=self._wait, daemon=True).start()
         self._until_ended()
-        if not self.told.is_set():
-            time.sleep(SETTLE_S)
-        facts, gone = self._look()
+        facts, gone, befell = self._settled()
         follower.join(0.0 if gone else DRAIN_S)
-        code, says = self._judge(facts, gone=gone)
-        self._write({"code": code, "says": says, "oom": bool(facts and facts.oom_killed)})
+        seen = Seen(facts, befell, gone, self.started, self.told.is_set(), self.cut, self.lost)
+        code, says = seen.verdict()
         if not self.told.is_set():
             _say(f"the container {says}")
-        self._remove()
+        self._leave({"code": code, "says": says, "oom": bool(facts and facts.oom_killed)})
         return code
 
     def _until_ended(self) -> None:
@@ -83,23 +92,73 @@ class Runner:
             if self.told.is_set() and not asked:
                 asked = True
                 with contextlib.suppress(BakehouseError):
-                    self.docker.stop(self.id, self.stop_timeout)
+                    self.docker.stop(self.id, 0 if self.at_once else self.stop_timeout)
+
+    def _kill(self) -> None:
+        """End its first process, and with it all, where this machine's own kernel can be told to.
+
+        Where memory runs out, the engine may be too slow; it is told as well.
+        """
+        self.at_once = True
+        self.told.set()
+        if self.pid and is_in(self.pid, self.id):
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def _follow(self) -> None:
-        """Bring its log, as it comes, to our own standard output."""
-        with contextlib.suppress(BakehouseError, OSError):
-            for chunk in RealDocker().logs(self.id, follow=True):
-                os.write(1, chunk)
+        """Bring its log, as it comes, to our own standard output; on after an engine's restart."""
+        tail: int | None = None
+        while not self.ended.is_set():
+            with contextlib.suppress(BakehouseError, OSError):
+                for chunk in RealDocker().logs(self.id, follow=True, tail=tail):
+                    os.write(1, chunk)
+                if not self.cut:
+                    return
+            tail = 0
+            self.ended.wait(1.0)
 
     def _wait(self) -> None:
         """Wait for its end on a connection of its own."""
-        docker = RealDocker()
-        try:
-            while docker.wait(self.id, LONG_S) is None:
-                continue
-        except BakehouseError as error:
-            self.lost = error.what
+        while True:
+            docker = RealDocker()
+            try:
+                while docker.wait(self.id, LONG_S) is None:
+                    continue
+                break
+            except BakehouseError as error:
+                self.cut = True
+                if not self._goes_on(error):
+                    break
         self.ended.set()
+
+    def _goes_on(self, error: BakehouseError) -> bool:
+        """Whether it runs on although its engine went away: engines can be restarted below it."""
+        deadline = time.monotonic() + BACK_S
+        while not self.told.is_set() and time.monotonic() < deadline:
+            with contextlib.suppress(BakehouseError):
+                found = RealDocker(patience=BACK_S).container(self.id)
+                return bool(found and found.running and found.started == self.started)
+            self.told.wait(1.0)
+        self.lost = error.what
+        return False
+
+    def _settled(self) -> tuple[ContainerFacts | None, bool, tuple[Happening, ...]]:
+        """How it stands once nothing more befalls it, and all that did."""
+        if not self.told.is_set():
+            time.sleep(SETTLE_S)
+        facts, gone = self._look()
+        befell: tuple[Happening, ...] = ()
+        with contextlib.suppress(BakehouseError):
+            befell = self.docker.happened(self.id, self.began) if self.lost is None else ()
+        deadline = time.monotonic() + RESTART_S
+        while self._may_restart(facts, befell) and time.monotonic() < deadline:
+            time.sleep(TICK_S)
+            facts, gone = self._look()
+        return facts, gone, befell
+
+    def _may_restart(self, facts: ContainerFacts | None, befell: tuple[Happening, ...]) -> bool:
+        stopped = any(one.what == "stop" for one in befell)
+        return bool(stopped and facts and facts.state == "exited" and not self.told.is_set())
 
     def _look(self) -> tuple[ContainerFacts | None, bool]:
         """How it stands, and whether that is because it is gone."""
@@ -110,43 +169,20 @@ class Runner:
             return None, False
         return found, found is None
 
-    def _judge(self, facts: ContainerFacts | None, *, gone: bool) -> tuple[int, str]:
-        """Tell apart how it ended: exit status, and what to say of the container."""
-        if gone:
-            return 137, "was removed by somebody else"
-        if facts is None:
-            return 1, f"{LOST}: {self.lost}"
-        if facts.running or (self.started and facts.started != self.started):
-            return 1, "was restarted by somebody else: what runs now was never proven"
-        code = facts.exit_code or 0
-        if facts.oom_killed:
-            return code or 137, "was ended by the kernel: the memory of its limit had run out"
-        if code > 128:
-            name = _signal_name(code - 128)
-            by_us = "" if self.told.is_set() else ": somebody ended it" * (code in (137, 143))
-            return code, f"died of {name}{by_us}"
-        return code, f"exited by itself with {code}"
-
-    def _remove(self) -> None:
-        with contextlib.suppress(BakehouseError):
+    def _leave(self, note: dict[str, Any]) -> None:
+        """Remove the container and write down how it ended, and whether it is really gone."""
+        try:
             self.docker.remove(self.id)
-
-    def _write(self, data: dict[str, Any]) -> None:
+        except BakehouseError as error:
+            note = {**note, "lost": error.what}
         with contextlib.suppress(OSError):
             part = self.folder / f".{NOTE}.part"
-            part.write_text(json.dumps(data) + "\n")
+            part.write_text(json.dumps(note) + "\n")
             os.replace(part, self.folder / NOTE)
 
 
 def _plain(error: BakehouseError) -> dict[str, str | None]:
     return {"id": error.id, "what": error.what, "where": error.where, "hint": error.hint}
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _say(text: str) -> None:
@@ -158,7 +194,11 @@ def _say(text: str) -> None:
 def main() -> int:
     """Run one container, or remove one."""
     if sys.argv[1] == "--remove":
-        RealDocker().remove(sys.argv[2])
+        try:
+            RealDocker().remove(sys.argv[2])
+        except BakehouseError as error:
+            os.write(1, error.what.encode(errors="replace"))
+            return 1
         return 0
     return Runner(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])).run()
 

@@ -7,24 +7,32 @@ that one whose keeper is gone, or whose state file is, is found all the same.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from bakehouse.errors import BakehouseError, HostError, UsageError
 from bakehouse.plan.container import NONCE, SERVER, container_name
 from bakehouse.plan.types import ServePlan
 from bakehouse.ports.docker import ContainerFacts, Docker, Mount
-from bakehouse.ports.docker_engine import RealDocker
+from bakehouse.ports.docker_engine import REMEMBERED_S, RealDocker
+from bakehouse.ports.docker_errors import LOOPBACK
 from bakehouse.ports.docker_where import find_endpoint
 from bakehouse.preflight.volumes import reaches
-from bakehouse.serve.processes import tree
+from bakehouse.serve.processes import is_in, tree
 
 MARKED = "in-a-container"
 """In the server's folder, while it is served from a container: the engine's address."""
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOOK_S = 5.0
+"""Whoever only looks waits no longer for an engine's answer, in seconds."""
+OOM_SCORE = 500
+"""Where the machine's memory runs out, the kernel should take the server, not its neighbours."""
+T = TypeVar("T")
+_silent: dict[str, tuple[float, HostError]] = {}
 ENGINE_VARIABLES = (
     "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY",
     "SSH_AUTH_SOCK",
@@ -42,10 +50,14 @@ class Box:
     image: str | None = None
     """Id of the image that it has to be of; None where that is not known."""
 
+    def asked(self) -> ContainerFacts | None:
+        """How it stands; None where it is gone. Raises HostError: the engine does not answer."""
+        return self.docker.container(self.id)
+
     def facts(self) -> ContainerFacts | None:
         """How it stands; None where it is gone, or the engine is."""
         try:
-            return self.docker.container(self.id)
+            return self.asked()
         except HostError:
             return None
 
@@ -57,23 +69,9 @@ class Box:
     def pids(self) -> tuple[int, ...]:
         """Its processes as this machine sees them; none where the engine runs elsewhere."""
         found = self.facts()
-        if not found or not found.pid or not _is_in(found.pid, found.id):
+        if not found or not found.pid or not is_in(found.pid, found.id):
             return ()
         return tree(found.pid)
-
-
-def _is_in(pid: int, container: str) -> bool:
-    """Whether a process of this machine is in that container: ids of another machine mislead."""
-    with suppress(OSError):
-        return container in Path(f"/proc/{pid}/cgroup").read_text() or _mounts(pid, container)
-    return False
-
-
-def _mounts(pid: int, container: str) -> bool:
-    """With cgroup v2 and a namespace of its own, only its mounts still name the container."""
-    with suppress(OSError):
-        return container in Path(f"/proc/{pid}/mountinfo").read_text()
-    return False
 
 
 def engine_environment(base: Mapping[str, str]) -> dict[str, str]:
@@ -81,12 +79,41 @@ def engine_environment(base: Mapping[str, str]) -> dict[str, str]:
     return {name: base[name] for name in ENGINE_VARIABLES if name in base}
 
 
-def engine_at(host: str | None) -> Docker:
+def engine_at(host: str | None, *, patience: float | None = None) -> Docker:
     """Give the engine that a server was started on: its address is on record."""
     environment = dict(os.environ)
     if host and find_endpoint_host(environment) != host:
         environment["DOCKER_HOST"] = host
-    return RealDocker(environment)
+        return RealDocker(environment, patience=patience, origin="the server's state")
+    return RealDocker(environment, patience=patience)
+
+
+def ask(host: str | None, question: Callable[[Docker], T]) -> T:
+    """Ask a server's engine something short. Raises HostError within seconds, also where it hangs.
+
+    That nobody answered in time is remembered for a moment, so that the next one need not wait.
+    """
+    where = host or find_endpoint_host(os.environ)
+    at, error = _silent.get(where, (0.0, None))
+    if error and time.monotonic() - at < REMEMBERED_S:
+        raise error
+    try:
+        return question(engine_at(host, patience=LOOK_S))
+    except HostError as failed:
+        if failed.id == "docker-timeout":
+            _silent[where] = (time.monotonic(), failed)
+        raise
+
+
+def standing(container: str, host: str | None) -> ContainerFacts | None:
+    """How a container stands; None where it is gone. Raises HostError: no engine answers."""
+    return ask(host, lambda docker: docker.container(container))
+
+
+def hanging() -> HostError | None:
+    """The error of this environment's engine, where it was asked a moment ago and hangs."""
+    at, error = _silent.get(find_endpoint_host(os.environ), (0.0, None))
+    return error if time.monotonic() - at < REMEMBERED_S else None
 
 
 def find_endpoint_host(environment: Mapping[str, str]) -> str:
@@ -132,6 +159,7 @@ def make(
             "entrypoint": command[:1],
             "argv": command[1:],
             "mounts": tuple(mounts),
+            "oom_score": OOM_SCORE,
             "labels": {**plan.container.labels, SERVER: str(folder), NONCE: nonce},
             "env": {**plan.container.env, **dict([secret] if secret else [])},
         }
@@ -192,7 +220,7 @@ def _take_name(docker: Docker, name: str, folder: Path) -> None:
 
 def find(folder: Path, host: str | None) -> tuple[ContainerFacts, ...]:
     """Give the containers of a server, by their label. Raises HostError: no engine answers."""
-    return engine_at(host).containers({SERVER: str(folder)})
+    return ask(host, lambda docker: docker.containers({SERVER: str(folder)}))
 
 
 def refuse_remote(host: str) -> None:
@@ -216,7 +244,7 @@ def folders_with(servers: Path) -> set[Path]:
     if where.startswith("unix://") and not os.path.exists(where.removeprefix("unix://")):
         return set()
     with suppress(BakehouseError):
-        found = engine_at(None).containers({SERVER: ""})
+        found = ask(None, lambda docker: docker.containers({SERVER: ""}))
         named = (Path(one.labels[SERVER]) for one in found)
         return {folder for folder in named if folder.parent == servers}
     return set()

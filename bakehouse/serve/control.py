@@ -7,8 +7,8 @@ carries the server's folder in its environment, and none is signalled on the wor
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from bakehouse.ports.docker import ContainerFacts
 from bakehouse.ports.guard import descendants
 from bakehouse.serve import containers
 from bakehouse.serve import state as states
+from bakehouse.serve.aftermath import ENGINE_S, REMOVE_S
 from bakehouse.serve.processes import Process, end, marked, marked_folders
 from bakehouse.serve.state import Ended, State, Unreadable
 
@@ -30,9 +31,10 @@ KEEPER_GRACE_S = 10.0
 class Seen:
     """One server as it stands.
 
-    `word` is `running` (proven and alive), `starting` (alive, not proven yet), `orphaned` (alive
-    without its keeper), `unclear` (alive, and its state is missing or cannot be read), `gone` (it
-    was there and nobody saw its end) or `ended`.
+    `word` is `running` (proven and alive), `starting` (alive, not proven yet), `paused` (alive, and
+    somebody froze its container), `orphaned` (alive without its keeper), `unclear` (its state
+    cannot be read, or its engine does not answer), `gone` (it was there and nobody saw its end) or
+    `ended`.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Seen:
     trouble: str | None = None
     containers: tuple[ContainerFacts, ...] = ()
     """Its containers, where nothing else of it is left."""
+    error: HostError | None = None
+    """Why its engine could not be asked: nobody knows how its container stands, then."""
 
     @property
     def alive(self) -> bool:
@@ -62,8 +66,11 @@ def folders(places: Places, *, boxed: bool = False) -> tuple[Path, ...]:
     return tuple(sorted({*there, *marked_folders(places.servers), *inside}))
 
 
-def look(folder: Path) -> Seen:
-    """Find out how a server stands; what is gone is written down as gone."""
+def look(folder: Path, *, inside: bool = True) -> Seen:
+    """Find out how a server stands; what is gone is written down as gone.
+
+    A server in a container is asked after at its engine too, unless `inside` is false.
+    """
     trouble = None
     try:
         known = states.read(folder)
@@ -75,7 +82,7 @@ def look(folder: Path) -> Seen:
         boxes = () if found else left_boxes(folder, known)
     except HostError as error:
         said = f"its container may still be there: {error.what}"
-        return Seen(folder.name, folder, "unclear", known, (), said)
+        return Seen(folder.name, folder, "unclear", known, (), said, error=error)
     keeper = next((p for p in found if is_keeper(p, folder)), None)
     ordered = tuple(sorted(found, key=lambda p: (p != keeper, p.pid)))
     if boxes:
@@ -93,7 +100,23 @@ def look(folder: Path) -> Seen:
         word, trouble = "unclear", trouble or "its state is missing"
     else:
         word = "running" if known.phase == "proven" and known.server_alive else "starting"
-    return Seen(folder.name, folder, word, known, ordered, trouble)
+    seen = Seen(folder.name, folder, word, known, ordered, trouble)
+    return _look_inside(seen, known) if inside and known and known.container else seen
+
+
+def _look_inside(seen: Seen, known: State) -> Seen:
+    """See how the container of a server stands whose processes run."""
+    if known.phase == "ended" or not known.container:
+        return seen
+    try:
+        box = containers.standing(known.container, known.docker)
+    except HostError as error:
+        said = f"nobody can say whether its container runs: {error.what}"
+        return replace(seen, word="unclear", trouble=said, error=error)
+    if box and box.state == "paused" and seen.word in ("running", "starting"):
+        said = f"somebody paused its container; docker unpause {box.name} lets it go on"
+        return replace(seen, word="paused", trouble=said)
+    return seen
 
 
 def left_boxes(folder: Path, known: State | None) -> tuple[ContainerFacts, ...]:
@@ -177,11 +200,8 @@ class Stopped:
 def stop(folder: Path) -> Stopped:
     """End a server, its keeper and all their descendants; harmless where nothing runs."""
     seen = look(folder)
-    if seen.word == "unclear" and not seen.alive:
-        raise HostError(
-            f"{seen.name}: {seen.trouble}", where=str(folder), id="docker-daemon",
-            hint="start the Docker Engine, then stop it again",
-        )  # fmt: skip
+    if seen.error:
+        raise unasked(seen, seen.error, "nothing was stopped")
     if not seen.alive:
         how = f" ({seen.state.ended.says})" if seen.state and seen.state.ended else ""
         return Stopped(seen.name, ran=False, killed=False, says=f"was not running{how}")
@@ -190,20 +210,45 @@ def stop(folder: Path) -> Stopped:
         return _stop_boxes(seen)
     keeper = next((p for p in seen.processes if is_keeper(p, folder)), None)
     if keeper:
-        end(lambda: _alive([keeper]), grace=patience + KEEPER_GRACE_S)
+        boxed = seen.state is not None and seen.state.container is not None
+        grace = patience + KEEPER_GRACE_S + (ENGINE_S + REMOVE_S) * boxed
+        end(lambda: _alive([keeper]), grace=grace)
     known = _read(folder)
     killed = end(lambda: everything(folder, known), grace=2.0 if keeper else patience)
     known = _read(folder)
+    lost: HostError | None = None
     if known and known.container:
-        with suppress(HostError):
+        try:
             containers.remove(containers.find(folder, known.docker), known.docker)
+        except HostError as error:
+            lost = error
     states.forget_key(folder)
-    if known and known.phase != "ended":
-        ended = Ended(at=states.now(), why="stopped", code=None, says="stopped as asked")
+    if known and (lost or known.phase != "ended"):
+        says = f"{states.LOST}: {lost.what}" if lost else "stopped as asked"
+        ended = Ended(at=states.now(), why="stopped", code=None, says=says)
         states.write(folder, replace(known, phase="ended", ended=ended))
+    if lost:
+        raise unasked(seen, lost, "its processes were ended; its container may still be there")
     by_kill = killed or bool(known and known.ended and known.ended.code == -9)
     says = "stopped" + (" (it ignored TERM and was killed)" if by_kill else "")
     return Stopped(seen.name, ran=True, killed=by_kill, says=says)
+
+
+def wait_for_end(folder: Path) -> None:
+    """Wait until no process of a server is left, as long as an orderly end may take."""
+    seen = look(folder, inside=False)
+    patience = seen.state.stop_timeout if seen.state else 20.0
+    deadline = time.monotonic() + patience + KEEPER_GRACE_S + ENGINE_S + REMOVE_S
+    while everything(folder, seen.state) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def unasked(seen: Seen, error: HostError, so: str) -> HostError:
+    """Make the error for a server whose engine does not answer; `so` says what came of it."""
+    return HostError(
+        f"{seen.name}: nobody can say how its container stands: {error.what}; {so}",
+        where=error.where, hint=error.hint, id=error.id,
+    )  # fmt: skip
 
 
 def _stop_boxes(seen: Seen) -> Stopped:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bakehouse.ports.guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, descendants
-from bakehouse.serve import oom, state
+from bakehouse.serve import aftermath, oom, state
 from bakehouse.serve.guard import SLOW_S, Guard, Sensor
 from bakehouse.serve.processes import Process, end
 from bakehouse.serve.state import Ended, Spec, State
@@ -116,7 +116,7 @@ class Keeper:
             for source, target in ((nothing, 0), (out, 1), (out, 2)):
                 os.dup2(source, target)
             os.closerange(3, 4096)
-            _lower_claims()
+            _lower_claims(last=bool(self.spec.run))
             os.chdir(self.spec.cwd)
             os.execve(argv[0], list(argv), env)  # noqa: S606 - this is where the argv becomes a process
         except OSError as error:
@@ -242,7 +242,12 @@ class Keeper:
             grace = self.state.stop_timeout
             if self.why == "memory":
                 grace = min(grace, self.patience)
-            _end_group(self.child, grace, self._reap)
+            first = signal.SIGTERM
+            if self.spec.run:
+                # What follows a container needs time of its own: for the engine, and to clean up.
+                first = aftermath.AT_ONCE if self.why == "memory" else first
+                grace += aftermath.ENGINE_S
+            _end_group(self.child, grace, self._reap, first)
         end(self._below, grace=LEFTOVERS_S, tick=self._reap)
         self._reap()
         self._read_log()
@@ -259,9 +264,9 @@ class Keeper:
         """Say how it ended; for a container its own note, and what a killed follower left goes."""
         note: dict[str, Any] = {}
         if self.spec.run:
-            from bakehouse.serve import aftermath  # a process has no need of it
-
             note = aftermath.clear(self.folder, self.state.container or "", self.spec.env)
+        if "lost" in note:
+            return f"{state.LOST}: {note['lost']}"
         if why == "refused":
             return f"stopped: {self.says}"
         if why == "exited" and "says" in note:
@@ -300,9 +305,9 @@ class Keeper:
                 return
 
 
-def _end_group(leader: int, grace: float, reap: object) -> None:
-    """TERM to the server's group, once; KILL to it after `grace` seconds."""
-    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+def _end_group(leader: int, grace: float, reap: object, first: int = signal.SIGTERM) -> None:
+    """TERM, or another signal, to the server's group, once; KILL to it after `grace` seconds."""
+    for number, patience in ((first, grace), (signal.SIGKILL, 5.0)):
         try:
             os.killpg(leader, number)
         except (ProcessLookupError, PermissionError):
@@ -316,9 +321,14 @@ def _end_group(leader: int, grace: float, reap: object) -> None:
             time.sleep(0.01)
 
 
-def _lower_claims() -> None:
-    """No core dumps the size of a model, and first in line where memory runs out."""
+def _lower_claims(*, last: bool) -> None:
+    """No core dumps the size of a model, and first in line where memory runs out.
+
+    Not so, with `last`, what only follows a container: that has the claim itself.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    if last:
+        return
     try:
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
     except OSError:

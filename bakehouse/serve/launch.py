@@ -23,7 +23,7 @@ from bakehouse.ports.docker import Docker
 from bakehouse.ports.process import environment
 from bakehouse.serve import aftermath, containers
 from bakehouse.serve import state as states
-from bakehouse.serve.control import KEEPER_MODULE, stop
+from bakehouse.serve.control import KEEPER_MODULE, stop, wait_for_end
 from bakehouse.serve.guard import Bounds
 from bakehouse.serve.listeners import refuse_taken
 from bakehouse.serve.processes import MARK, boot_id
@@ -76,8 +76,14 @@ class Link:
     def close(self) -> None:
         """Let go; what is not proven, or runs in the foreground, is gone before this returns."""
         self._line.close()
-        if not self._proven:
+        if self._proven:
+            return
+        try:
             stop(self.folder)
+        except HostError:
+            # Its engine does not answer. The keeper ends by itself, and leaves word of what it had
+            # to leave behind.
+            wait_for_end(self.folder)
 
     def tell_port(self, port: int) -> None:
         """Let the keeper write down where the server listens."""

@@ -128,6 +128,20 @@ def _marks() -> Iterator[tuple[int, str]]:
                 yield int(entry), os.fsdecode(variable.removeprefix(prefix))
 
 
+def is_in(pid: int, container: str) -> bool:
+    """Whether a process of this machine is in that container: ids of another machine mislead."""
+    with contextlib.suppress(OSError):
+        return container in Path(f"/proc/{pid}/cgroup").read_text() or _mounts(pid, container)
+    return False
+
+
+def _mounts(pid: int, container: str) -> bool:
+    """With cgroup v2 and a namespace of its own, only its mounts still name the container."""
+    with contextlib.suppress(OSError):
+        return container in Path(f"/proc/{pid}/mountinfo").read_text()
+    return False
+
+
 def tree(root: int) -> tuple[int, ...]:
     """Give a process and all its live descendants."""
     return (root, *descendants(root))

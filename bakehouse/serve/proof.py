@@ -139,13 +139,18 @@ def identity(ctx: Context, server: Running, suffix: str = "") -> list[Check]:
 
 
 def _identity_of_container(ctx: Context, server: Running, box: Box, suffix: str) -> list[Check]:
-    """The same for a container: the engine says whose the published port is."""
-    facts = box.facts()
-    state = f"it is {facts.state}" if facts else "it is gone, or the engine does not answer"
+    """The same for a container: the engine says whose the published port is.
+
+    Raises HostError where the engine does not answer: that says nothing of the server.
+    """
+    facts = box.asked()
+    state = f"it is {facts.state}" if facts else "it is gone"
     following = server.process.alive
     if facts and facts.running and not following:
         state = "it runs, and the process that follows it ended"
-    ours = bool(facts and facts.labels.get(NONCE) == server.nonce and facts.running)
+    if facts and facts.state == "paused":
+        state = f"it is paused; docker unpause {facts.name} lets it go on"
+    ours = bool(facts and facts.labels.get(NONCE) == server.nonce and facts.state == "running")
     port = facts.ports.get(box.inside_port) if facts else None
     name = facts.name if facts else box.id[:12]
     owner = f"published by {name}, port {port}" if port else "nothing is published"

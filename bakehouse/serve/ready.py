@@ -168,7 +168,7 @@ class Waiting:
         seen = check("alive", "the server runs until it is ready", says, "process table", ok=False)
         return self._failed(f"the server ended before it was ready: it {says}", seen)
 
-    def _stalled(self, seen: Check) -> NotHealthy:
+    def _stalled(self, seen: Check) -> BakehouseError:
         """Say beside a stall whether a shard could be the reason: one that does not fit hangs."""
         free = read_host().memory_available
         error = self._failed("loading stalled", seen)
@@ -181,7 +181,17 @@ class Waiting:
                 error.hint = "make small shards of it with 'invoke reshard', or free memory first"
         return error
 
-    def _failed(self, what: str, seen: Check) -> NotHealthy:
+    def _failed(self, what: str, seen: Check) -> BakehouseError:
+        box = None
+        try:
+            box = self.link.box.asked() if self.link.box else None
+        except HostError as error:
+            return HostError(
+                f"{what}; and {error.what}", where=error.where, hint=error.hint, id=error.id,
+                checks=(seen,),
+            )  # fmt: skip
+        if box and box.state == "paused":
+            what += f"; somebody paused its container: docker unpause {box.name} lets one go on"
         return explain(what, (seen,), self.link, self.engine.name)
 
 

@@ -50,10 +50,15 @@ def pin_image(ctx: Context, reference: str, arch: str) -> ImagePin:
 
 
 def _look(ctx: Context, reference: str) -> ImageFacts | None:
-    """What the engine holds under a name; nothing where no engine answers."""
+    """What the engine holds under a name; nothing where there is no engine.
+
+    Raises HostError for one that hangs: it may hold the image.
+    """
     try:
         return ctx.docker.image(reference)
-    except HostError:
+    except HostError as error:
+        if error.id == "docker-timeout":
+            raise
         return None
 
 

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,22 +23,13 @@ from bakehouse import cli
 from bakehouse.plan.container import SERVER
 from bakehouse.ports.docker import ContainerSpec
 from bakehouse.serve import containers, launch
-from bakehouse.serve.container import Runner
+from bakehouse.serve.container_end import Seen
 from bakehouse.serve.control import look
-from bakehouse.serve.state import Ended, State, read, write
-from tests.support.boxed import House, opened
-from tests.support.docker_engine import Engine
+from bakehouse.serve.state import Ended, read, write
+from tests.support.boxed import House
+from tests.support.house import crash, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.docker]
-
-
-@pytest.fixture
-def house(
-    tmp_path: Path, docker_engine: Engine, fake_vllm: str, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Iterator[House]:  # fmt: skip
-    with opened(tmp_path, docker_engine, fake_vllm, monkeypatch, capsys) as made:
-        yield made
 
 
 def checks(document: dict[str, Any]) -> dict[str, str]:
@@ -182,6 +173,10 @@ def kill(house: House, url: str) -> None:
     house.engine.cli("kill", "bakehouse-boxed")
 
 
+def stop_it(house: House, url: str) -> None:
+    house.engine.cli("stop", "bakehouse-boxed")
+
+
 def remove(house: House, url: str) -> None:
     house.engine.cli("rm", "--force", "bakehouse-boxed")
 
@@ -194,7 +189,8 @@ def restart(house: House, url: str) -> None:
     ("how", "says"),
     [
         (die, "exited by itself with 3"),
-        (kill, "died of SIGKILL: somebody ended it"),
+        (kill, "was killed by somebody else (docker kill, SIGKILL)"),
+        (stop_it, "was stopped by somebody else (docker stop)"),
         (remove, "removed by somebody else"),
         (restart, "restarted by somebody else"),
     ],
@@ -204,17 +200,10 @@ def test_the_end_of_a_running_one_is_told_apart(house: House, how: Break, says: 
     assert code == 0, document["error"]
     how(house, document["result"]["url"])
 
-    _until(lambda: look(house.server()).word == "ended")
+    until(lambda: look(house.server()).word == "ended")
     _, status, _ = house.call("status")
     assert says in status["result"]["servers"][0]["ended"]["says"]
     assert house.boxes() == []
-
-
-def _until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_one_that_ignores_term_is_killed(house: House) -> None:
@@ -236,20 +225,7 @@ def test_a_killed_keeper_takes_its_container_along(house: House) -> None:
     assert state
     assert state.keeper
     state.keeper.send(signal.SIGKILL)
-    _until(lambda: house.boxes() == [])
-
-
-def crash(house: House) -> State:
-    """Kill keeper and follower before either can clean up; give the state as it was."""
-    state = read(house.server())
-    assert state
-    assert state.keeper
-    assert state.server
-    os.kill(state.server.pid, signal.SIGSTOP)
-    state.keeper.send(signal.SIGKILL)
-    state.server.send(signal.SIGKILL)
-    _until(lambda: not look(house.server()).processes)
-    return state
+    until(lambda: house.boxes() == [])
 
 
 @pytest.mark.parametrize("trace", ["state", "no-state", "no-folder", "engine-lost"])
@@ -261,7 +237,7 @@ def test_after_a_crash_of_everything_it_is_found_and_removed(house: House, trace
         (house.server() / "state.json").unlink()
     if trace == "engine-lost":
         # As its follower judges where the engine no longer answers; the container may run on.
-        _, says = Runner(house.server(), str(state.container), 1.0)._judge(None, gone=False)
+        _, says = Seen(None, (), False, "", False, True, "no engine").verdict()
         ended = Ended(at="", why="exited", code=1, says=says)
         write(house.server(), replace(state, phase="ended", ended=ended))
     if trace == "no-folder":

@@ -25,7 +25,9 @@ from pathlib import Path
 import pytest
 import requests
 
+from bakehouse.ports import docker_engine as docker_engine_port
 from bakehouse.ports.docker_engine import RealDocker
+from bakehouse.serve import containers
 
 BUSYBOX = Path("/bin/busybox")
 APPLETS = ("sh", "sleep", "echo", "cat", "env", "id", "ls", "head", "yes", "nc", "httpd", "touch")
@@ -54,6 +56,21 @@ class Engine:
 
     host: str
     root: Path
+    pid: int = 0
+    """Of the engine's process, where it was started here."""
+
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """Have the engine hang: it is connected to, and never answers."""
+        if not self.pid:
+            pytest.skip("an engine that is not the tests' own is not stopped")
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
+            docker_engine_port._silent.clear()
+            containers._silent.clear()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -108,7 +125,7 @@ def running(root: Path) -> Iterator[Engine]:
             )  # fmt: skip
         last.callback(_end, engine)
         _wait_for(engine, Path(short / "docker.sock"), log)
-        yield Engine(host, root)
+        yield Engine(host, root, engine.pid)
 
 
 def _ip(*argv: str) -> None:

@@ -1,0 +1,94 @@
+"""How an engine is connected to: knocked at first, so that one that hangs is told within seconds.
+
+Imports the Docker SDK: only `docker_engine` imports this, with its first question.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from typing import Any
+
+from docker.errors import DockerException
+from docker.utils.config import find_config_file, load_general_config
+
+from bakehouse.errors import HostError
+from bakehouse.ports.docker_where import Endpoint
+from docker import APIClient, auth, tls
+
+KNOCK_S = 5
+"""An engine that lives says so at once, whatever else it has to do; in seconds."""
+KNOCKED_AS = "1.24"
+"""The oldest version of the API: no question is asked in it."""
+
+
+class Client(APIClient):
+    """The SDK's client, of which nothing waits without end."""
+
+    longest = 60.0
+    """Seconds without a byte where the SDK itself sets no bound, as for a pull."""
+
+    def request(self, *args: Any, **kwargs: Any) -> Any:
+        """Ask as requests does, bounded."""
+        if kwargs.get("timeout") is None:
+            kwargs["timeout"] = self.longest
+        return super().request(*args, **kwargs)
+
+
+def connect(end: Endpoint) -> Client:
+    """Give a client of an engine that answers. Raises HostError, and what SDK and system raise."""
+    _see_configuration()
+    _see_socket(end.host)
+    config: Any = False
+    if end.tls:
+        config = tls.TLSConfig(
+            client_cert=(str(end.tls / "cert.pem"), str(end.tls / "key.pem")),
+            ca_cert=str(end.tls / "ca.pem"), verify=end.verify,
+        )  # fmt: skip
+    first = Client(base_url=end.host, version=KNOCKED_AS, timeout=KNOCK_S, tls=config)
+    try:
+        answer = first.get(f"{first.base_url}/_ping", timeout=KNOCK_S)
+        spoken = answer.headers.get("Api-Version", "")
+    finally:
+        first.close()
+    if not spoken:
+        raise HostError(
+            f"what answers there is no Docker Engine: {answer.status_code} and no version of its "
+            "API", where=f"{end.host} ({end.origin})", id="docker-host",
+            hint=f"see what listens there, and mend {end.origin}",
+        )  # fmt: skip
+    return Client(base_url=end.host, version=spoken, timeout=KNOCK_S, tls=config)
+
+
+def _see_configuration() -> None:
+    """See that the SDK can read Docker's configuration, as it does while it connects.
+
+    Otherwise a fault in that file would pass for an engine that does not answer.
+    """
+    try:
+        auth.load_config()
+        general = load_general_config()
+        proxies = general.get("proxies", {})
+        for each in (general.get("HttpHeaders", {}), proxies, *dict(proxies).values()):
+            if not isinstance(each, dict):
+                raise TypeError("a map is wanted")
+    except (DockerException, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise HostError(
+            f"the Docker configuration cannot be read ({type(error).__name__})",
+            where=str(find_config_file()), id="docker-config",
+            hint="mend the file, or name another folder in DOCKER_CONFIG",
+        ) from None  # fmt: skip
+
+
+def _see_socket(host: str) -> None:
+    """See that a socket is listened at: the SDK would wrap the system's word, and leak a socket."""
+    if not host.startswith("unix://"):
+        return
+    path = host.removeprefix("unix://")
+    if not stat.S_ISSOCK(os.stat(path).st_mode):
+        raise FileExistsError(errno.EEXIST, "no socket", path)
+    with socket.socket(socket.AF_UNIX) as one:
+        one.settimeout(KNOCK_S)
+        one.connect(path)

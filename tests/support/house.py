@@ -1,0 +1,45 @@
+"""A house with servers in containers, and what befalls one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bakehouse.serve.control import look
+from bakehouse.serve.state import State, read
+from tests.support.boxed import House, opened
+from tests.support.docker_engine import Engine
+
+
+@pytest.fixture
+def house(
+    tmp_path: Path, docker_engine: Engine, fake_vllm: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Iterator[House]:  # fmt: skip
+    with opened(tmp_path, docker_engine, fake_vllm, monkeypatch, capsys) as made:
+        yield made
+
+
+def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def crash(house: House) -> State:
+    """Kill keeper and follower before either can clean up; give the state as it was."""
+    state = read(house.server())
+    assert state
+    assert state.keeper
+    assert state.server
+    os.kill(state.server.pid, signal.SIGSTOP)
+    state.keeper.send(signal.SIGKILL)
+    state.server.send(signal.SIGKILL)
+    until(lambda: not look(house.server()).processes)
+    return state
