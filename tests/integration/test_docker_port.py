@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,15 @@ def test_out_of_memory_is_told(docker_engine: Engine, image: str) -> None:
     assert (said.code, said.oom_killed) == (137, True)
 
 
+def _text_of(url: str) -> str:
+    """What is answered there, once somebody does: a published port is open before its server."""
+    for _ in range(50):
+        with suppress(requests.ConnectionError):
+            return requests.get(url, timeout=10).text
+        time.sleep(0.1)
+    raise AssertionError(f"nobody answers at {url}")
+
+
 def test_a_container_lives_and_ends(docker_engine: Engine, image: str, tmp_path: Path) -> None:
     (tmp_path / "word").write_text("mounted\n")
     tmp_path.chmod(0o755)
@@ -104,7 +114,7 @@ def test_a_container_lives_and_ends(docker_engine: Engine, image: str, tmp_path:
         assert facts.ports[8000] > 0
         assert [c.id for c in port.containers({OURS: "test"})] == [one]
         url = f"http://127.0.0.1:{facts.ports[8000]}/word"
-        assert requests.get(url, timeout=10).text == "mounted\n"
+        assert _text_of(url) == "mounted\n"
         assert port.wait(one, 0.5) is None
         port.stop(one, 5)
         ended = port.container(one)
