@@ -29,25 +29,27 @@ ENVIRONMENT = {
 SHOWN_LINES = 12
 
 
-def question_spec(image: str, sentinel: str) -> ContainerSpec:
+def question_spec(image: str, sentinel: str, names: Sequence[str] = ()) -> ContainerSpec:
     """The container that answers: entrypoint overridden, no network, no GPU, the image's user."""
     return ContainerSpec(
         image=image,
         entrypoint=("python3",),
-        argv=("-c", Path(question.__file__).read_text(), sentinel),
+        argv=("-c", Path(question.__file__).read_text(), sentinel, *names),
         network="none",
         env=ENVIRONMENT,
     )
 
 
-def ask_able(ctx: Context, image: str, name: str) -> tuple[Able, bool]:
+def ask_able(ctx: Context, image: str, name: str, names: Sequence[str] = ()) -> tuple[Able, bool]:
     """What an image is able of, and whether that was known already.
 
-    `image` is its id, which no tag can move away from; people are told its `name`.
+    `image` is its id, which no tag can move away from; people are told its `name`. `names` are the
+    architectures whose code has to be there.
 
     Raises BuildFailed (6) for an image that does not answer, HostError for an engine that cannot.
     """
-    asked = hashlib.sha256(Path(question.__file__).read_bytes()).hexdigest()[:16]
+    text = "\0".join((Path(question.__file__).read_text(), *sorted(names)))
+    asked = hashlib.sha256(text.encode()).hexdigest()[:16]
     kept = ctx.places.images / f"{image.removeprefix('sha256:')[:64]}-{asked}.json"
     try:
         return Able.model_validate_json(kept.read_bytes()), True
@@ -57,7 +59,7 @@ def ask_able(ctx: Context, image: str, name: str) -> tuple[Able, bool]:
     sentinel = f"BAKEHOUSE-{secrets.token_hex(16)}"
     try:
         said = ctx.docker.ask(
-            question_spec(image, sentinel), timeout=TIMEOUT_S, max_bytes=MAX_ANSWER
+            question_spec(image, sentinel, names), timeout=TIMEOUT_S, max_bytes=MAX_ANSWER
         )
     except HostError as error:
         if error.id != "image-command":
@@ -99,13 +101,18 @@ def require_able(
     checks = judge(able, asks, architectures, image)
     if missing := not_passed(checks):
         first = missing[0]
+        hint = (
+            "take an image that has that package too, or add it with image.mods"
+            if any(why in str(one.observed) for one in missing for why in able.lacking.values())
+            else f"take an image that carries the support, whatever its version (this one claims "
+            f"{clean(able.claimed)}): support for a new model is often in a branch's own tag; or "
+            "lay the branch over it with image.source"
+        )
         wanted = "; ".join(f"{one.id}: {one.expected}: {one.observed}" for one in missing)
         raise BuildFailed(
             f"the image lacks what the recipe needs: {first.expected}",
             where=f"{image}\n{wanted}",
-            hint=f"take an image that carries the support, whatever its version (this one claims "
-            f"{clean(able.claimed)}): support for a new model is often in a branch's own tag; or "
-            "lay the branch over it with image.source",
+            hint=hint,
             id="image-unable",
             checks=checks,
         )

@@ -8,7 +8,7 @@ from bakehouse.build.image_build import build_image, built_already
 from bakehouse.build.image_overlay import lay_over
 from bakehouse.checks import Check
 from bakehouse.context import Context
-from bakehouse.engines.vllm.able import Able
+from bakehouse.engines.vllm.able import Able, names_of
 from bakehouse.lock import Lock
 from bakehouse.plan.types import ImagePlan
 from bakehouse.ports.docker import ImageFacts
@@ -87,11 +87,12 @@ def _able(
     if plan.asks is None:
         return (), None, True
     wanted = {
-        role: architectures(ctx, loaded.folder, loaded.recipe, lock, role)
+        role: plan.asks.overridden.get(role)
+        or architectures(ctx, loaded.folder, loaded.recipe, lock, role)
         for role in plan.asks.roles
     }
     with run.step("able"):
-        able, known = ask_able(ctx, found.id, plan.image)
+        able, known = ask_able(ctx, found.id, plan.image, names_of(wanted, plan.asks))
     run.fact("image", {"ref": plan.image, "id": found.id, **as_facts(able)})
     for name, version in able.versions.items():
         run.version(name, version)

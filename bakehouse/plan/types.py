@@ -93,6 +93,8 @@ class Asks(Frozen):
 
     roles: tuple[str, ...] = ("model",)
     """Weights whose architectures the image has to know."""
+    overridden: dict[str, tuple[str, ...]] = {}
+    """By role: architectures that the command puts in the place of those."""
     reasoning_parser: str | None = None
     tool_parser: str | None = None
     speculation: str | None = None

@@ -9,10 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from bakehouse.build.able import require_able
 from bakehouse.checks import Verdict
 from bakehouse.engines.vllm import question
-from bakehouse.engines.vllm.able import Able, Unreadable, draft_names, judge, nearest, parse
+from bakehouse.engines.vllm.able import (
+    Able,
+    Unreadable,
+    draft_names,
+    judge,
+    names_of,
+    nearest,
+    parse,
+)
 from bakehouse.engines.vllm.asks import asks_of
+from bakehouse.errors import BuildFailed
 from bakehouse.plan.types import Asks
 from bakehouse.recipe.model import Recipe
 from tests.support.recipes import recipe_data
@@ -20,6 +30,15 @@ from tests.support.recipes import recipe_data
 DATA = Path(__file__).resolve().parents[1] / "data" / "images" / "vllm-0.32-able.json"
 ABLE = Able.model_validate_json(DATA.read_bytes())
 GLIMMER = "MuseGlimmerForConditionalGeneration"
+
+
+VLLM = Recipe.model_validate(
+    recipe_data(
+        engine="vllm", source=None, image={"ref": {"x86_64": "a/b:1"}},
+        weights={"model": {"path": "m"}, "drafter": {"path": "d"}},
+        host={"compute_capability": "12.1"},
+    )
+)  # fmt: skip
 
 
 def verdicts(able: Able, asks: Asks, **architectures: str) -> dict[str, Verdict]:
@@ -52,6 +71,39 @@ def test_the_fallback_is_named_and_is_no_support() -> None:
         assert one.verdict is Verdict.FAILED
         assert "Transformers fallback" in one.observed
     assert not ABLE.falls_back("LlamaForCausalLM")
+
+
+def test_code_that_needs_a_package_that_is_not_there_is_no_support() -> None:
+    """Registered, and it dies while it is inspected: 'failed to be inspected', says the engine."""
+    why = "No module named 'torchvision'"
+    lame = ABLE.model_copy(update={"lacking": {GLIMMER: why}})
+    (one,) = judge(lame, Asks(), {"model": (GLIMMER,)}, "image")
+    assert one.verdict is Verdict.FAILED
+    assert why in one.observed
+    with pytest.raises(BuildFailed) as caught:
+        require_able(lame, Asks(), {"model": (GLIMMER,)}, "image")
+    assert "image.mods" in str(caught.value.hint)
+    other = judge(lame, Asks(), {"model": ("LlamaForCausalLM",)}, "image")
+    assert [c.verdict for c in other] == [Verdict.PASSED]
+
+
+def test_the_names_that_are_imported() -> None:
+    roles = {"model": (GLIMMER,), "drafter": ("MuseGlimmerAssistantModel",)}
+    assert names_of(roles, Asks(speculation="dflash")) == (
+        GLIMMER, "DFlashMuseGlimmerAssistantModel", "MuseGlimmerAssistantModel",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [('{"architectures": ["A", "B"]}', {"model": ("A", "B")}), ("{}", {}), ("[1]", {}), ("{", {}),
+     ('{"architectures": "A"}', {}), ('{"architectures": []}', {})],
+)  # fmt: skip
+def test_an_architecture_that_the_command_names_is_the_one_that_is_asked_for(
+    word: str, found: dict[str, tuple[str, ...]]
+) -> None:
+    argv = ("vllm", "serve", "/weights/model", "--hf-overrides", word)
+    assert asks_of(VLLM, argv).overridden == found
 
 
 def test_a_higher_version_helps_nothing() -> None:
@@ -126,13 +178,7 @@ def test_an_answer_is_found_between_noise() -> None:
 
 
 def test_what_a_command_asks_for() -> None:
-    recipe = Recipe.model_validate(
-        recipe_data(
-            engine="vllm", source=None, image={"ref": {"x86_64": "a/b:1"}},
-            weights={"model": {"path": "m"}, "drafter": {"path": "d"}},
-            host={"compute_capability": "12.1"},
-        )
-    )  # fmt: skip
+    recipe = VLLM
     argv = ("vllm", "serve", "/m", "--reasoning-parser=a", "--tool-call-parser", "b",
             "--speculative-config", '{"method": "dflash", "model": "/d"}')  # fmt: skip
     assert asks_of(recipe, argv) == Asks(
@@ -159,7 +205,8 @@ def test_the_question_reads_what_vllm_has(tmp_path: Path) -> None:
         "vllm/model_executor/models/__init__.py": "",
         "vllm/model_executor/models/registry.py": (
             "class R:\n def __init__(s, m, c): s.module_name, s.class_name = m, c\n"
-            "class ModelRegistry:\n models = {'A': R('m', 'C'), 'B': object()}\n"
+            "class ModelRegistry:\n"
+            " models = {'A': R('m', 'C'), 'B': object(), 'I': R('vllm.gone', 'I')}\n"
             " get_supported_archs = classmethod(lambda c: c.models.keys())\n"
             "_TRANSFORMERS_BACKEND_MODELS = {'T': ('transformers', 'T')}\n"
         ),
@@ -178,12 +225,14 @@ def test_the_question_reads_what_vllm_has(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    argv = [sys.executable, "-c", Path(question.__file__).read_text(), "MARK"]
+    text = Path(question.__file__).read_text()
+    argv = [sys.executable, "-c", text, "MARK", "A", "B", "I", "Z"]
     env = {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60, env=env)
     able = parse(done.stdout, "MARK")
     assert able.claimed == "0.0.1"
-    assert able.architectures == {"A": "m:C", "B": "?:?"}
+    assert able.architectures == {"A": "m:C", "B": "?:?", "I": "vllm.gone:I"}
+    assert able.lacking == {"A": "No module named 'm'"}
     assert (able.fallbacks, able.reasoning_parsers) == (("T",), ("r1",))
     assert (able.tool_parsers, able.speculation) == (("t1",), ("eagle", "ngram"))
     assert json.loads(done.stdout.split("MARK")[1])["versions"]["python"]

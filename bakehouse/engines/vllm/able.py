@@ -33,6 +33,9 @@ class Able(Frozen):
     tools: dict[str, str] = {}
     architectures: dict[str, str] | None = None
     """Architecture to `module:class`."""
+    lacking: dict[str, str] = {}
+    """Of those that were asked for by name, the ones whose code needs a package that is not there,
+    and what Python says."""
     fallbacks: tuple[str, ...] = ()
     """Classes of the Transformers backend."""
     reasoning_parsers: tuple[str, ...] | None = None
@@ -77,6 +80,22 @@ def draft_names(architecture: str, method: str | None) -> tuple[str, ...]:
     return (f"{prefix}{architecture}", architecture)
 
 
+def names_of(architectures: Mapping[str, Sequence[str]], asks: Asks) -> tuple[str, ...]:
+    """Every name under which vLLM may look for what the roles declare."""
+    found = (
+        one
+        for role, names in architectures.items()
+        for name in names
+        for one in _names(role, name, asks)
+    )
+    return tuple(dict.fromkeys(found))
+
+
+def _names(role: str, name: str, asks: Asks) -> tuple[str, ...]:
+    method = asks.speculation if role == "drafter" else None
+    return (name,) if method is None else draft_names(name, method)
+
+
 def judge(
     able: Able, asks: Asks, architectures: Mapping[str, Sequence[str]], where: str
 ) -> tuple[Check, ...]:
@@ -85,7 +104,7 @@ def judge(
     `architectures` are those in each role's config.json. What could not be asked is unknown.
     """
     checks = [
-        _architecture(able, role, name, asks.speculation if role == "drafter" else None, where)
+        _architecture(able, role, _names(role, name, asks), where)
         for role, names in architectures.items()
         for name in names
     ]
@@ -126,8 +145,7 @@ def _capability(cuda: Cuda, wanted: str, where: str) -> Check:
     return check("image.cuda", expected, clean(seen), where, ok=fits if known else None)
 
 
-def _architecture(able: Able, role: str, name: str, method: str | None, where: str) -> Check:
-    names = (name,) if method is None else draft_names(name, method)
+def _architecture(able: Able, role: str, names: Sequence[str], where: str) -> Check:
     known = able.architectures
     expected = f"{' or '.join(names)}, by vLLM's own code"
     if known is None:
@@ -135,13 +153,17 @@ def _architecture(able: Able, role: str, name: str, method: str | None, where: s
         return check(f"image.{role}", expected, clean(seen), where, ok=None)
     found = next((one for one in names if one in known), None)
     if found is None:
-        return check(f"image.{role}", expected, _seen(name, known, able), where, ok=False)
+        return check(f"image.{role}", expected, _seen(names[-1], known, able), where, ok=False)
     if able.falls_back(found):
         fallback = (
             f"{found} only by the Transformers fallback ({known[found]}), which may load and "
             f"answer wrongly; vLLM {able.claimed}"
         )
         return check(f"image.{role}", expected, clean(fallback), where, ok=False)
+    if why := able.lacking.get(found):
+        broken = f"{found} is registered ({known[found]}), and its code cannot be imported: {why}"
+        seen = clean(f"{broken}; vLLM {able.claimed}")
+        return check(f"image.{role}", expected, seen, where, ok=False)
     return check(f"image.{role}", expected, f"{found} ({known[found]})", where, ok=True)
 
 

@@ -1,7 +1,8 @@
 """What a vLLM image is asked: this file's text runs in the image's own Python, and only there.
 
-It imports nothing of Bakehouse, needs no GPU and no network, and takes one argument: the sentinel
-between two of which it prints one JSON document, since importing vLLM writes to standard output.
+It imports nothing of Bakehouse, needs no GPU and no network, and takes the sentinel between two of
+which it prints one JSON document, since importing vLLM writes to standard output, and then the
+architectures whose code it is to import.
 Every part is asked on its own: what one version of vLLM calls otherwise does not hide the rest.
 """
 
@@ -68,6 +69,27 @@ def architectures() -> dict[str, str]:
     }
 
 
+def lacking(names: list[str]) -> dict[str, str]:
+    """Architectures whose code needs a Python package that is not there, and what is said of it.
+
+    What is registered is only imported when it is served. Other errors may come of there being no
+    GPU here, and say nothing.
+    """
+    registry = importlib.import_module(REGISTRY).ModelRegistry
+    found: dict[str, str] = {}
+    for name in names:
+        if name not in registry.models:
+            continue
+        try:
+            importlib.import_module(registry.models[name].module_name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "vllm":
+                found[name] = str(error)
+        except BaseException:  # noqa: S112
+            continue
+    return found
+
+
 def fallbacks() -> list[str]:
     """Classes of the Transformers backend, which serve what vLLM has no code of its own for."""
     registry = importlib.import_module(REGISTRY)
@@ -111,6 +133,7 @@ def answer() -> dict[str, Any]:
         "cuda": cuda,
         "tools": tools,
         "architectures": architectures,
+        "lacking": lambda: lacking(sys.argv[2:]),
         "fallbacks": fallbacks,
         "reasoning_parsers": lambda: parsers("reasoning_parsers"),
         "tool_parsers": lambda: parsers("tool_parsers"),
