@@ -140,8 +140,9 @@ def judge(
 ) -> tuple[Finding, ...]:
     """Give the findings, first cause first, then its consequences, then what does no harm.
 
-    Where a fatal consequence has no fatal cause that we know, the first unknown error before it
-    is the cause: better the right line without an explanation than `see root cause above`.
+    Where a fatal consequence has no fatal cause that we know, the first unknown error before it is
+    the cause, or where there is none the first one after it: better the right line without an
+    explanation than `see root cause above`.
     """
     hits = {**hits, **_comparisons(rows, hits)}
     judged = [j for row in rows.values() if (j := _judge(row, hits, complete=complete))]
@@ -150,7 +151,9 @@ def judge(
     ends = [j.hit.line_number for j in judged if _is(j, "consequence")]
     causes = [j.hit.line_number for j in judged if _is(j, "cause") or _is(j, "unknown")]
     if ends and not any(line <= min(ends) for line in causes):
-        unknown = [j for j in judged if j.row.role == "unknown" and j.hit.line_number <= min(ends)]
+        every = [j for j in judged if j.row.role == "unknown"]
+        # vLLM's workers say that they failed, and print the traceback below that.
+        unknown = [j for j in every if j.hit.line_number <= min(ends)] or every
         if unknown:
             first = min(unknown, key=lambda j: j.hit.line_number)
             judged[judged.index(first)] = _Judged(first.row, first.hit, Severity.FATAL)
