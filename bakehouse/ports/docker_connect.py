@@ -6,6 +6,7 @@ Imports the Docker SDK: only `docker_engine` imports this, with its first questi
 from __future__ import annotations
 
 import errno
+import http.client
 import os
 import socket
 import stat
@@ -40,22 +41,23 @@ class Client(APIClient):
 def connect(end: Endpoint) -> Client:
     """Give a client of an engine that answers. Raises HostError, and what SDK and system raise."""
     _see_configuration()
-    _see_socket(end.host)
+    if "://" not in end.host:
+        raise ValueError("no address")  # of nothing the SDK would make this machine's own engine
     config: Any = False
     if end.tls:
         config = tls.TLSConfig(
             client_cert=(str(end.tls / "cert.pem"), str(end.tls / "key.pem")),
             ca_cert=str(end.tls / "ca.pem"), verify=end.verify,
         )  # fmt: skip
-    first = Client(base_url=end.host, version=KNOCKED_AS, timeout=KNOCK_S, tls=config)
-    try:
-        answer = first.get(f"{first.base_url}/_ping", timeout=KNOCK_S)
-        spoken = answer.headers.get("Api-Version", "")
-    finally:
-        first.close()
+    if end.host.startswith("unix://"):
+        status, spoken = _knock(end.host.removeprefix("unix://"))
+    else:
+        with Client(base_url=end.host, version=KNOCKED_AS, timeout=KNOCK_S, tls=config) as first:
+            answer = first.get(f"{first.base_url}/_ping", timeout=KNOCK_S)
+            status, spoken = answer.status_code, answer.headers.get("Api-Version", "")
     if not spoken:
         raise HostError(
-            f"what answers there is no Docker Engine: {answer.status_code} and no version of its "
+            f"what answers there is no Docker Engine: {status} and no version of its "
             "API", where=f"{end.host} ({end.origin})", id="docker-host",
             hint=f"see what listens there, and mend {end.origin}",
         )  # fmt: skip
@@ -82,13 +84,23 @@ def _see_configuration() -> None:
         ) from None  # fmt: skip
 
 
-def _see_socket(host: str) -> None:
-    """See that a socket is listened at: the SDK would wrap the system's word, and leak a socket."""
-    if not host.startswith("unix://"):
-        return
-    path = host.removeprefix("unix://")
+def _knock(path: str) -> tuple[int, str]:
+    """Ask at a socket who is there; give the status and the version of the API.
+
+    Not through the SDK, which wraps the system's word, and leaks a socket that cannot connect.
+    """
     if not stat.S_ISSOCK(os.stat(path).st_mode):
         raise FileExistsError(errno.EEXIST, "no socket", path)
     with socket.socket(socket.AF_UNIX) as one:
         one.settimeout(KNOCK_S)
         one.connect(path)
+        asking = http.client.HTTPConnection("localhost")
+        asking.sock = one
+        try:
+            asking.request("GET", "/_ping")
+            with asking.getresponse() as answer:
+                return answer.status, answer.headers.get("Api-Version", "")
+        except http.client.RemoteDisconnected:
+            raise  # an engine that just ends
+        except http.client.HTTPException:
+            return 0, ""

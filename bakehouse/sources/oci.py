@@ -37,6 +37,12 @@ ACCEPT = ", ".join((*INDEX_TYPES, *MANIFEST_TYPES))
 ATTEMPTS = 4
 MAX_MANIFEST = 8 * 2**20
 LONGEST_WAIT_S = 30.0
+ONCE_S = 30.0
+"""One try of a question, to the last byte, in seconds."""
+QUESTION_S = 60.0
+"""One question with its token and all its tries, in seconds; pauses between them not counted."""
+ALL_S = 300.0
+"""All questions about one image, in seconds: a registry that drips answers each a little late."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 
@@ -106,6 +112,9 @@ class Registry:
         self._ctx = ctx
         self._at = reference
         self._authorization: str | None = None
+        self._asked_s = 0.0
+        """What all answers together took so far, in seconds."""
+        self._until = 0.0
         host = {"docker.io": "registry-1.docker.io"}.get(reference.registry, reference.registry)
         self._base = f"{_scheme(host)}://{host}/v2/{quote(reference.repository)}"
 
@@ -151,6 +160,7 @@ class Registry:
 
     def _ask(self, method: str, path: str) -> Reply:
         """Ask, with a token once the registry wants one. 200 and 404 are given back."""
+        self._until = min(self._asked_s + QUESTION_S, ALL_S)
         reply = self._send(method, f"{self._base}/{path}", self._authorization)
         if reply.status == 401 and self._authorization is None:
             self._authorization = self._authorize(_header(reply, "www-authenticate") or "")
@@ -219,19 +229,30 @@ class Registry:
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_result(busy) | tenacity.retry_if_exception_type(Unreachable),
-            stop=tenacity.stop_after_attempt(ATTEMPTS), wait=wait, sleep=self._ctx.clock.sleep,
-            retry_error_callback=give_up,
+            stop=lambda state: state.attempt_number >= ATTEMPTS or self._asked_s >= self._until,
+            wait=wait, sleep=self._ctx.clock.sleep, retry_error_callback=give_up,
         )  # fmt: skip
         try:
-            reply: Reply = retrying(
-                self._ctx.http.ask, method, url, headers=headers, max_bytes=MAX_MANIFEST, timeout=30
-            )
+            reply: Reply = retrying(self._once, method, url, headers)
         except Unreachable as error:
             raise HostError(
                 f"the registry cannot be reached: {error.why}", where=self._at.name,
                 hint="check the network, then run it again", id="registry-unreachable",
             ) from error  # fmt: skip
         return reply
+
+    def _once(self, method: str, url: str, headers: dict[str, str]) -> Reply:
+        """Ask once, in what is left of the time. Raises Unreachable."""
+        left = min(ONCE_S, self._until - self._asked_s)
+        if left <= 0:
+            raise Unreachable("it answers too slowly: the time for all questions is up")
+        began = self._ctx.clock.monotonic()
+        try:
+            return self._ctx.http.ask(
+                method, url, headers=headers, max_bytes=MAX_MANIFEST, timeout=left
+            )
+        finally:
+            self._asked_s += self._ctx.clock.monotonic() - began
 
 
 def decoded(body: bytes) -> Any:
