@@ -8,6 +8,7 @@ from bakehouse.commands.servers import folder_of
 from bakehouse.context import Context
 from bakehouse.errors import HostError, UsageError
 from bakehouse.outcome import Outcome
+from bakehouse.serve.containers import MARKED, clear_questions
 from bakehouse.serve.control import folders, look, stop
 
 
@@ -35,6 +36,8 @@ def run(ctx: Context, options: Options) -> Outcome:
             failed.append(error)
     if failed:
         raise failed[0]
+    if options.all_ or any((folder / MARKED).exists() for folder in wanted):
+        clear_questions()
     if left := [p for folder in wanted for p in look(folder).processes]:
         raise HostError(
             "something still runs: " + ", ".join(f"process {p.pid}" for p in left),

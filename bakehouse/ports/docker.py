@@ -249,5 +249,8 @@ class Docker(Protocol):
     def ask(self, spec: ContainerSpec, *, timeout: float, max_bytes: int = 2**20) -> Answered:
         """Run a short command to its end; the container is removed however this ends."""
 
+    def clear_left(self) -> None:
+        """Remove containers of short questions whose askers on this machine were killed."""
+
     def export(self, container: str) -> Iterable[bytes]:
         """A container's file system as a tar stream."""

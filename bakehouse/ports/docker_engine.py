@@ -251,7 +251,7 @@ class RealDocker:
 
     def ask(self, spec: ContainerSpec, *, timeout: float, max_bytes: int = 2**20) -> Answered:
         """See `Docker.ask`."""
-        self._clear_left()
+        self.clear_left()
         label = f"{socket.gethostname()}:{os.getpid()}"
         labels = {**spec.labels, OURS: "question", ASKED_BY: label}
         update = {"labels": labels, "log_bytes": max(4 * max_bytes, 2**20)}
@@ -286,8 +286,8 @@ class RealDocker:
                     kept, cut = kept[-limit:], True
         return kept.decode(errors="replace"), cut
 
-    def _clear_left(self) -> None:
-        """Remove containers of questions whose askers on this machine are gone."""
+    def clear_left(self) -> None:
+        """See `Docker.clear_left`."""
         here = socket.gethostname()
         for one in self.containers({ASKED_BY: ""}):
             host, _, pid = one.labels.get(ASKED_BY, "").rpartition(":")

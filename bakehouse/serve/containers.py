@@ -250,6 +250,15 @@ def folders_with(servers: Path) -> set[Path]:
     return set()
 
 
+def clear_questions() -> None:
+    """Remove what killed runs left of their questions to images, where an engine is at hand."""
+    where = find_endpoint_host(os.environ)
+    if where.startswith("unix://") and not os.path.exists(where.removeprefix("unix://")):
+        return
+    with suppress(BakehouseError):
+        ask(None, lambda docker: docker.clear_left())
+
+
 def remove(found: Iterable[ContainerFacts], host: str | None) -> None:
     """Remove containers of ours, running or not."""
     docker = engine_at(host)

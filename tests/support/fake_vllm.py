@@ -10,11 +10,13 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 ARGV = sys.argv[1:]
+HELD: list[bytearray] = []
 FAULTS = set(os.environ.get("FAKE", "").split(","))
 ANSWERS = {
     "2+2": "The answer is 4.", "days": "A week has seven days.", "France": "It is Paris.",
@@ -63,6 +65,9 @@ class Handler(BaseHTTPRequestHandler):
             self.send(json.dumps({"version": number}).encode())
         elif self.path == "/metrics":
             self.send(b'vllm:num_requests_running{engine="0"} 0.0\n', "text/plain")
+        elif self.path == "/eat":
+            self.send(b"{}")
+            threading.Thread(target=eat, daemon=True).start()
         elif self.path == "/die":
             self.send(b"{}")
             os._exit(3)
@@ -77,6 +82,13 @@ class Handler(BaseHTTPRequestHandler):
         self.send(json.dumps({"choices": [choice], "model": NAMES[0]}).encode())
 
 
+def eat() -> None:
+    """Take memory, some 400 MB a second, and heed no signal that asks nicely."""
+    while True:
+        HELD.append(bytearray(os.urandom(1 << 20)) * 20)
+        time.sleep(0.05)
+
+
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     say(f"arguments: {ARGV}, HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE')}")
@@ -87,7 +99,9 @@ def main() -> None:
         held = []
         while True:
             held.append(bytearray(os.urandom(1 << 20)) * 16)
-    if "deaf" in FAULTS:
+    if "eats-first" in FAULTS:
+        eat()
+    if FAULTS & {"deaf", "eats"}:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     architecture = "TransformersForCausalLM" if "fallback" in FAULTS else "LlamaForCausalLM"
     say(f"Resolved architecture: {architecture}")
