@@ -12,6 +12,7 @@ import socket
 import stat
 from typing import Any
 
+import requests
 from docker.errors import DockerException
 from docker.utils.config import find_config_file, load_general_config
 
@@ -31,11 +32,20 @@ class Client(APIClient):
     longest = 60.0
     """Seconds without a byte where the SDK itself sets no bound, as for a pull."""
 
+    answer: requests.Response | None = None
+    """The latest one."""
+
     def request(self, *args: Any, **kwargs: Any) -> Any:
         """Ask as requests does, bounded."""
         if kwargs.get("timeout") is None:
             kwargs["timeout"] = self.longest
-        return super().request(*args, **kwargs)
+        self.answer = super().request(*args, **kwargs)
+        return self.answer
+
+    def hang_up(self) -> None:
+        """End the latest exchange, which the SDK's streams leave open: the engine then gives up."""
+        if self.answer is not None:
+            self.answer.close()
 
 
 def connect(end: Endpoint) -> Client:

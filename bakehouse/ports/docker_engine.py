@@ -147,10 +147,13 @@ class RealDocker:
                     reference, stream=True, decode=True, platform=f"linux/{ARCHITECTURES[arch]}",
                     auth_config=auth or None,
                 )  # fmt: skip
-                for line in lines:
-                    if failed := line.get("error"):
-                        raise explain(str(failed), where)
-                    layers.take(line)
+                try:
+                    for line in lines:
+                        if failed := line.get("error"):
+                            raise explain(str(failed), where)
+                        layers.take(line)
+                finally:
+                    client.hang_up()
         except HostError as error:
             if error.id != "docker-timeout":
                 raise
@@ -308,6 +311,7 @@ class RealDocker:
         client = self._connected()
         from docker.errors import APIError, DockerException
         from requests.exceptions import RequestException
+        from urllib3.exceptions import HTTPError  # raw, out of the SDK's streams
 
         client.timeout = math.ceil(seconds or self._patience)
         try:
@@ -315,7 +319,7 @@ class RealDocker:
         except APIError as error:
             debug("docker", where=where, status=error.status_code, said=str(error.explanation))
             raise explain(str(error.explanation or error), where) from None
-        except (DockerException, RequestException) as error:
+        except (DockerException, RequestException, HTTPError) as error:
             self._client = None  # the next one knocks again
             raise self._unreachable(error) from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ from bakehouse.serve import containers
 
 BUSYBOX = Path("/bin/busybox")
 APPLETS = ("sh", "sleep", "echo", "cat", "env", "id", "ls", "head", "yes", "nc", "httpd", "touch")
+_started = itertools.count()
 GIVEN = "BAKEHOUSE_TEST_DOCKER_HOST"
 """Names an engine that is there already, in place of one that is started."""
 
@@ -102,8 +104,9 @@ def running(root: Path) -> Iterator[Engine]:
     short = Path(tempfile.mkdtemp(prefix="bh-docker-", dir="/tmp"))
     pid_file, log = short / "pid", root / "dockerd.log"
     host = f"unix://{short}/docker.sock"
-    number = 200 + os.getpid() % 50
-    bridge = f"bh{os.getpid()}"[:15]
+    nth = next(_started)
+    number = 200 + (os.getpid() + nth) % 50
+    bridge = f"bh{nth}x{os.getpid()}"[:15]
     with ExitStack() as last:
         last.callback(shutil.rmtree, short, ignore_errors=True)
         _ip("link", "add", bridge, "type", "bridge")
