@@ -18,7 +18,7 @@ ENVIRONMENT = {**OFFLINE, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 _EVIDENCE = "Bakehouse reads the log and the metrics for evidence; leave it out"
 _FETCHES = "what is fetched inside the container is pinned by nothing; leave it out"
-_CODE = "it runs code that nothing pins; bring it with the image, by image.patches or image.mods"
+_CODE = "it runs code that nothing pins; bring it with the image, by image.mods, and name it there"
 _TOKENS = "tokens stay outside: everything is fetched before the container starts"
 _ADAPTERS = "it brings in adapters that nothing pins; name them with --lora-modules"
 _DREAMS = "it makes up results; leave it out"
@@ -83,5 +83,5 @@ def judge(given: Mapping[str, str], there: Pinned) -> Iterator[tuple[str, Found]
             for part in re.split(r"[:\s]" if name == "LD_PRELOAD" else ":", value):
                 if not there.image(part):
                     seen = f"'{part}'" if part else "an empty path, which is the working folder"
-                    yield name, (f"names in {name} {seen}: it runs code that nothing pins", _CODE)
+                    yield name, (f"names in {name} {seen}, which is no file of the image", _CODE)
                     break

@@ -103,7 +103,8 @@ def _text(name: str, keys: Sequence[str], text: str, rule: Rule, there: Pinned) 
     if text in rule.words or there.weights(text) or there.mounted(text):
         return
     if rule.kind == "words":
-        why = LOADERS.get(text, f"it takes {', '.join(word for word in rule.words if word)}")
+        takes = ", ".join(word for word in rule.words if word)
+        why = LOADERS.get(text, f"it takes {takes}" + ("" if rule.why else ", or what is pinned"))
         yield f"{name} {text}: {why}", rule.why or _HINT
     elif rule.kind == "image":
         if not (there.image(text) or "{" in text):  # a template may be written out
