@@ -44,6 +44,17 @@ class Catalogue:
     rows: dict[str, Row]
     by_word: dict[bytes, tuple[Signature, ...]]
     words: frozenset[bytes] = field(repr=False)
+    every_word: frozenset[bytes] = field(repr=False)
+    """Of all templates, the others of each as well."""
+
+    def worth(self, words: Iterable[bytes]) -> frozenset[bytes]:
+        """Give the rarest words of signatures whose words are all among those of some lines."""
+        held = self.every_word.intersection(words)
+        return frozenset(
+            word
+            for word in held & self.words
+            if any(signature.template.words <= held for signature in self.by_word[word])
+        )
 
     def candidates(self, words: Iterable[bytes]) -> tuple[Signature, ...]:
         """Give the signatures that a line of these words may show, in the files' order."""
@@ -68,7 +79,8 @@ def build(rows: Iterable[Row]) -> Catalogue:
             anchor = max(template.words, key=lambda word: (word not in _COMMON, len(word), word))
             index.setdefault(anchor, []).append(Signature(row, template))
     frozen = {word: tuple(found) for word, found in index.items()}
-    return Catalogue(known, frozen, frozenset(frozen))
+    every = (s.template.words for found in frozen.values() for s in found)
+    return Catalogue(known, frozen, frozenset(frozen), frozenset().union(*every))
 
 
 def resolve(rows: Collection[Row]) -> None:

@@ -8,6 +8,7 @@ meets a regular expression. Memory is bounded whatever the log holds.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from bakehouse.signatures.model import Finding, Severity
 from bakehouse.signatures.pattern import shape
 from bakehouse.signatures.text import (
     decoded,
+    may_speak,
     message,
     printable,
     spoken_from,
@@ -28,6 +30,8 @@ _BLOCK = 1 << 18
 _LINE = 1 << 16
 """Bytes of one line that are looked at in one go; a longer line is taken in pieces."""
 _OVERLAP = 1 << 10
+_FEW = 24
+"""So many words are looked for one by one; with more of them every shape is taken apart."""
 _REMEMBERED = 1 << 23
 """Bytes of shapes to remember, of each kind."""
 
@@ -45,6 +49,13 @@ class Known(NamedTuple):
     """Signatures that each such line may show or not."""
     settled: bool
     """Whether a line of the shape has been seen."""
+    speaks: bool
+    """Whether such a line may hold words of users or of the model."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing to be learned from another such line."""
+        return self.settled and not self.open and not self.speaks
 
 
 class Scanner:
@@ -144,13 +155,32 @@ class Scanner:
         shapes = shape(text).split(b"\n")
         hot = self._hot_among(set(shapes))
         if hot:
-            lines = text.split(b"\n")
-            for offset, seen in enumerate(shapes):
-                if seen in hot:
-                    number = first + step * offset
-                    hot[seen] = self._match(number, lines[offset], hot[seen])
+            # Lines that can only be counted are counted all at once, where each has its own number.
+            plain = {seen: known for seen, known in hot.items() if known.plain and step}
+            if len(plain) < len(hot):
+                lines = text.split(b"\n")
+                for offset, seen in enumerate(shapes):
+                    if seen in hot and seen not in plain:
+                        number = first + step * offset
+                        hot[seen] = self._match(number, lines[offset], hot[seen])
+            if plain:
+                self._count_all(plain, shapes, first)
             self._keep(hot)
         return len(shapes)
+
+    def _count_all(self, plain: Mapping[bytes, Known], shapes: list[bytes], first: int) -> None:
+        """Count the lines of shapes that show what is known already, and nothing else."""
+        often = Counter(shapes)
+        ends = dict(zip(shapes, range(len(shapes)), strict=True))
+        for seen, known in plain.items():
+            last = first + ends[seen]
+            for id_ in known.sure:
+                hit = self._hits[id_]
+                # The first line may go on from a piece that was counted before.
+                again = hit.last == first and shapes[0] == seen
+                hit.count += often[seen] - again
+                if hit.last < last:
+                    hit.last, hit.latest = last, {}
 
     def _keep(self, hot: dict[bytes, Known]) -> None:
         self._hot_size += sum(len(seen) + 200 for seen in hot if seen not in self._hot)
@@ -171,18 +201,13 @@ class Scanner:
 
     def _sort(self, fresh: set[bytes], hot: dict[bytes, Known]) -> None:
         known = self._catalogue
-        joined = b"\n".join(fresh)
-        if known.words.isdisjoint(joined.split()):
-            self._remember(fresh, len(joined))
-            return
-        clean = set()
-        for seen in fresh:
+        joined = b" " + b" \n ".join(fresh) + b" "
+        there = known.worth(joined.split())
+        for seen in _holding(there, joined) if len(there) <= _FEW else fresh:
             words = seen.split()
-            if not known.words.isdisjoint(words) and (found := known.candidates(words)):
-                hot[seen] = Known((), found, settled=False)
-            else:
-                clean.add(seen)
-        self._remember(clean, len(joined))
+            if not there.isdisjoint(words) and (found := known.candidates(words)):
+                hot[seen] = Known((), found, settled=False, speaks=may_speak(seen))
+        self._remember(fresh - hot.keys(), len(joined))
 
     def _remember(self, clean: set[bytes], size: int) -> None:
         self._clean_size += size + 100 * len(clean)
@@ -192,7 +217,7 @@ class Scanner:
 
     def _match(self, line_number: int, data: bytes, known: Known) -> Known:
         """Count what a line shows; give what is known of its shape after that."""
-        if (spoken := spoken_from(data)) is not None:
+        if known.speaks and (spoken := spoken_from(data)) is not None:
             self._beside_speech(line_number, data, spoken)
             return known
         for id_ in known.sure:
@@ -203,7 +228,9 @@ class Scanner:
         body = message(line) if any(s.template.anchored for s in known.open) else line
         caught = {s: found for s in known.open if (found := _caught(s, line, body)) is not None}
         telling = self._count(line_number, data, caught, explained=bool(known.sure))
-        return known if known.settled else _settled(known.open, caught.keys(), telling)
+        if known.settled:
+            return known
+        return _settled(known, caught.keys(), telling)
 
     def _count(
         self, line_number: int, data: bytes, caught: Caught, *, explained: bool
@@ -241,19 +268,31 @@ class Scanner:
             hit.caught = {**caught, **hit.caught} if line_number == hit.line_number else hit.caught
 
 
-def _settled(
-    tried: tuple[Signature, ...], shown: Collection[Signature], telling: list[Signature]
-) -> Known:
+def _holding(words: Iterable[bytes], joined: bytes) -> set[bytes]:
+    """Give the shapes that hold any of the words: each a line, with a space before and behind."""
+    found = set()
+    for word in words:
+        whole = b" %b " % word
+        at = joined.find(whole)
+        while at >= 0:
+            end = joined.find(b"\n", at)
+            end = len(joined) if end < 0 else end
+            found.add(joined[joined.rfind(b"\n", 0, at) + 2 : end - 1])
+            at = joined.find(whole, end)
+    return found
+
+
+def _settled(known: Known, shown: Collection[Signature], telling: list[Signature]) -> Known:
     """Learn from one line what holds for all of its shape, so that they need no expression."""
     alike = [s for s in telling if s.template.alike and not s.row.where]
     sure = tuple(dict.fromkeys(s.row.id for s in alike))
     left = tuple(
         s
-        for s in tried
+        for s in known.open
         if s.row.id not in sure and not (sure and s.row.role == "unknown")
         if s in shown or s.template.strict or s.row.where
     )
-    return Known(sure, left, settled=True)
+    return Known(sure, left, settled=True, speaks=known.speaks)
 
 
 def _caught(

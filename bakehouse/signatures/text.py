@@ -6,6 +6,7 @@ import json
 import re
 
 from bakehouse.redact import clean
+from bakehouse.signatures.pattern import shape
 
 _ANSI = re.compile(
     rb"(?:\x1b|\\u001b|\\x1b|\\033)"
@@ -13,6 +14,7 @@ _ANSI = re.compile(
     re.IGNORECASE,
 )
 
+_ESCAPES = (b"u001b", b"U001B", b"\\x1b")
 _QUOTES = re.compile(rb"\\u20(?:18|19|1c|1d)", re.IGNORECASE)
 
 _PREFIX = re.compile(
@@ -47,9 +49,10 @@ def without_colours(data: bytes) -> bytes:
 
     Typographic quotes that such a logger wrote as numbers become plain ones.
     """
-    if b"\x1b" in data or b"u001b" in data or b"U001B" in data or b"\\x1b" in data:
+    written = b"\\" in data
+    if b"\x1b" in data or (written and any(word in data for word in _ESCAPES)):
         data = _ANSI.sub(b"", data)
-    if b"\\u20" in data:
+    if written and b"\\u20" in data:
         data = _QUOTES.sub(b"'", data)
     return data
 
@@ -92,6 +95,12 @@ _SPOKEN = re.compile(
 """What a server logs before the words of its users and its model, who may talk of anything."""
 _SPEECH = (b"content", b"prompt", b"reasoning", b"Generated response", b"message:", b"next token:")
 """One of these is in every such line."""
+_SPEECH_SHAPES = tuple(shape(word).strip() for word in _SPEECH)
+
+
+def may_speak(seen: bytes) -> bool:
+    """Whether a line of this shape may hold somebody's words; most lines of most logs do not."""
+    return any(word in seen for word in _SPEECH_SHAPES)
 
 
 def spoken_from(data: bytes) -> int | None:

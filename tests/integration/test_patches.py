@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bakehouse.base import digest
 from bakehouse.context import Context
-from bakehouse.errors import LockError, PatchError
+from bakehouse.errors import LockError, NotFound, PatchError
 from bakehouse.lock import GitPin, Lock, PatchPin
 from bakehouse.ports.git import Git
 from bakehouse.ports.process import RealProcesses
@@ -216,7 +216,7 @@ def test_a_patch_that_changed_on_disk_is_drift(context: Context, tmp_path: Path)
 
 
 def test_a_patch_that_is_not_there(context: Context, tmp_path: Path) -> None:
-    with pytest.raises(PatchError, match="cannot be read"):
+    with pytest.raises(NotFound, match=r"there is no patch 'nope\.patch'"):
         pin_patches(context, tmp_path, [Patch(file="nope.patch")])
 
 
