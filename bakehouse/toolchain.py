@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from bakehouse import atomic
 from bakehouse.base import Frozen, to_json
 from bakehouse.context import Context
 from bakehouse.errors import HostError
@@ -144,14 +145,9 @@ class _Memory:
         """Write what is new; a folder that cannot be written only costs time at the next plan."""
         if not self.fresh:
             return
-        part = self.file.with_name(f"{self.file.name}.{os.getpid()}")
-        try:
+        with suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(to_json(self.known))
-            part.replace(self.file)
-        except OSError:
-            with suppress(OSError):
-                part.unlink()
+            atomic.write(self.file, to_json(self.known).encode(), sync=False)
 
 
 def stamp(path: str) -> Stamp:

@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
+from bakehouse import atomic
 from bakehouse.base import Frozen, digest, to_json
 from bakehouse.checks import Check
 from bakehouse.plan.types import ARTIFACT_RECORD as RECORD
@@ -178,11 +179,6 @@ def _recall(memory: Path) -> dict[str, list[int | str]]:
 
 def _remember(memory: Path, marks: dict[str, list[int | str]]) -> None:
     """Keep what was seen; where that cannot be written, the next look hashes again."""
-    part = memory.with_name(f"{memory.name}.{os.getpid()}")
-    try:
+    with suppress(OSError):
         memory.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(to_json(marks))
-        part.replace(memory)
-    except OSError:
-        with suppress(OSError):
-            part.unlink()
+        atomic.write(memory, to_json(marks).encode(), sync=False)

@@ -6,12 +6,12 @@ over the weights' content, so that two recipes that serve the same files share i
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from bakehouse import atomic
 from bakehouse.base import digest, to_json
 from bakehouse.errors import HostError, LockError
 from bakehouse.lock import Lock
@@ -110,12 +110,7 @@ def write_golden(known: Known, golden: Golden) -> Path:
     path = golden_path(known)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        half = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            half.write_text(_LIST.sub(_on_one_line, to_json(golden)))
-            half.replace(path)
-        finally:
-            half.unlink(missing_ok=True)
+        atomic.write(path, _LIST.sub(_on_one_line, to_json(golden)).encode())
     except OSError as error:
         raise HostError(f"cannot be written: {error.strerror}", where=str(path)) from error
     return path

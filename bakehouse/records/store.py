@@ -7,7 +7,6 @@ record whose verdict is `unfinished` and whose last step is the one that was run
 
 from __future__ import annotations
 
-import os
 import re
 import secrets as random
 import shutil
@@ -19,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from bakehouse import atomic
 from bakehouse.base import plain, to_json
 from bakehouse.checks import Check, not_passed
 from bakehouse.errors import BakehouseError, HostError, NotFound
@@ -260,7 +260,7 @@ class Run:
             error=error,
         )
         data = self._redactor.data(record.to_data())
-        write_atomically(self.record, to_json(data).encode(errors="replace"), sync=last)
+        atomic.write(self.record, to_json(data).encode(errors="replace"), sync=last)
         if last:
             self._index(Entry.from_data(data))
 
@@ -299,24 +299,6 @@ def read_record(places: Places, id: str) -> Record:  # noqa: A002
         raise NotFound(
             f"the record of run '{id}' cannot be read: {first}", where=str(path)
         ) from error
-
-
-def write_atomically(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Replace a file by `data`, so that a reader sees the old one or the new one, whole.
-
-    With `sync` the same holds after a power cut.
-    """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(data)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager

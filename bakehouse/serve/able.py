@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from bakehouse import atomic
 from bakehouse.checks import Check, Verdict, check, not_passed
 from bakehouse.context import Context
 from bakehouse.engines.llamacpp.help import Help, judge_flags, parse_help
@@ -39,9 +39,7 @@ def ask_help(ctx: Context, server: str, kept: Path | None = None) -> Help:
     if found.complete and kept is not None:
         with suppress(OSError):  # where it cannot be kept, it is asked for again
             kept.parent.mkdir(parents=True, exist_ok=True)
-            part = kept.with_name(f"{kept.name}.{os.getpid()}")
-            part.write_text(said.out)
-            part.replace(kept)
+            atomic.write(kept, said.out.encode(), sync=False)
     return found
 
 

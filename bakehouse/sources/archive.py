@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from bakehouse import atomic
 from bakehouse.context import Context
 from bakehouse.errors import LockError, NotFound
 from bakehouse.lock import ArchivePin, FilePin, GitPin
@@ -72,9 +73,8 @@ def _from_disk(ctx: Context, path: Path, sha256: str) -> str:
             id="archive-changed",
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as copy:
-        shutil.copyfile(path, copy.name)
-    os.replace(copy.name, target)
+    with path.open("rb") as content, atomic.replacing(target) as copy:
+        shutil.copyfileobj(content, copy)
     return path.name
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from bakehouse import atomic
+from bakehouse.atomic import fsync_folder
 from bakehouse.context import Context
 from bakehouse.errors import HostError, LockError
 from bakehouse.progress import Silent
@@ -38,28 +40,10 @@ def sha256_file(path: Path, on_bytes: Callable[[int, int | None], None] | None =
     return hashed.hexdigest()
 
 
-def fsync_folder(folder: Path) -> None:
-    """Have a folder's entries on disk."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a whole file or leave the old one: temporary file, fsync, rename."""
+    """Write a whole file, in a folder that is made where it has to be, or leave the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync_folder(path.parent)
+    atomic.write(path, data)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
+from bakehouse.atomic import fsync_folder
 from bakehouse.base import digest
 from bakehouse.checkpoints.files import read_paths
 from bakehouse.context import Context
@@ -21,7 +22,7 @@ from bakehouse.ports.http import HttpStatus
 from bakehouse.recipe.model import Recipe
 from bakehouse.redact import clean
 from bakehouse.sources import hub
-from bakehouse.sources.files import describe_wrong, explained, fsync_folder, guarded
+from bakehouse.sources.files import describe_wrong, explained, guarded
 from bakehouse.sources.hfcache import CachedRepository
 from bakehouse.sources.hublogin import headers, must_be_online, offline
 from bakehouse.sources.known import (
@@ -253,7 +254,7 @@ def _from_cache(
             continue
         target = folder / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
-        incoming = target.with_name(f".{target.name}.{os.getpid()}.link")
+        incoming = target.with_name(f".{target.name}.link")  # one only: the folder is guarded
         incoming.unlink(missing_ok=True)
         incoming.symlink_to(path)
         os.replace(incoming, target)

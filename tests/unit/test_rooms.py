@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "bakehouse"
 
 ROOMS = (
-    "errors", "base", "checks", "places", "progress", "redact", "logs", "ports", "host",
+    "errors", "base", "atomic", "checks", "places", "progress", "redact", "logs", "ports", "host",
     "recipe", "lock", "records", "context", "outcome", "signatures", "elf", "checkpoints",
     "memory", "sources", "toolkit", "toolchain", "engines", "resolve", "preflight", "plan",
     "build", "probe", "serve", "patches", "nightly", "console", "commands", "cli",
