@@ -157,6 +157,9 @@ class Scanner:
         if hot:
             # Lines that can only be counted are counted all at once, where each has its own number.
             plain = {seen: known for seen, known in hot.items() if known.plain and step}
+            # The first line may go on from a piece that was counted before.
+            begun = plain[shapes[0]].sure if shapes[0] in plain else ()
+            counted = [id_ for id_ in begun if self._hits[id_].last == first]
             if len(plain) < len(hot):
                 lines = text.split(b"\n")
                 for offset, seen in enumerate(shapes):
@@ -165,6 +168,8 @@ class Scanner:
                         hot[seen] = self._match(number, lines[offset], hot[seen])
             if plain:
                 self._count_all(plain, shapes, first)
+            for id_ in counted:
+                self._hits[id_].count -= 1
             self._keep(hot)
         return len(shapes)
 
@@ -176,9 +181,7 @@ class Scanner:
             last = first + ends[seen]
             for id_ in known.sure:
                 hit = self._hits[id_]
-                # The first line may go on from a piece that was counted before.
-                again = hit.last == first and shapes[0] == seen
-                hit.count += often[seen] - again
+                hit.count += often[seen]
                 if hit.last < last:
                     hit.last, hit.latest = last, {}
 

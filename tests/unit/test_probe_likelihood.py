@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -313,12 +314,10 @@ class TestGolden:
         known = replace(KNOWN, goldens=tmp_path)
         write_golden(known, golden())
 
-        def full(path: Path, text: str) -> None:
-            with path.open("w") as file:
-                file.write(text[:100])
+        def full(_: int) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(Path, "write_text", full)
+        monkeypatch.setattr(os, "fsync", full)
         with pytest.raises(HostError, match="No space"):
             write_golden(known, golden(scores(0.5)))
         assert read_golden(known) == golden()

@@ -141,12 +141,13 @@ def test_lines_that_are_only_counted_go_on_from_a_piece(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "_LINE", 4000)
     monkeypatch.setattr(module, "_OVERLAP", 300)
     for middle in (b"x" * 9000, b"x" * 3000 + ERROR + b"x" * 5000, b"x" * 3800 + b" " + ERROR):
-        log = b"\n".join([ERROR, middle + b" " + ERROR + b" " + b"x" * 200] * 6)
+        others = [word + b" " + ERROR for word in b"one two three four five six seven".split()]
+        log = b"\n".join([*others, middle + b" " + ERROR + b" " + b"x" * 200] * 6)
         scanner = Scanner()
         for at in range(0, len(log), 1000):
             scanner.feed_bytes(log[at : at + 1000])
         (found,) = scanner.finish()
-        assert (found.count, found.line_number) == (12, 1)
+        assert (found.count, found.line_number) == (48, 1)
 
 
 def test_drawings_of_one_line_are_counted_once_however_well_they_are_known() -> None:
