@@ -148,8 +148,10 @@ class Runner:
             time.sleep(SETTLE_S)
         facts, gone = self._look()
         befell: tuple[Happening, ...] = ()
-        with contextlib.suppress(BakehouseError):
+        try:
             befell = self.docker.happened(self.id, self.began) if self.lost is None else ()
+        except BakehouseError:
+            self.cut = True  # an engine that ends takes its containers along, and forgets why
         deadline = time.monotonic() + RESTART_S
         while self._may_restart(facts, befell) and time.monotonic() < deadline:
             time.sleep(TICK_S)
@@ -169,12 +171,22 @@ class Runner:
             return None, False
         return found, found is None
 
-    def _leave(self, note: dict[str, Any]) -> None:
-        """Remove the container and write down how it ended, and whether it is really gone."""
+    def _not_removed(self) -> BakehouseError | None:
         try:
             self.docker.remove(self.id)
         except BakehouseError as error:
-            note = {**note, "lost": error.what}
+            return error
+        return None
+
+    def _leave(self, note: dict[str, Any]) -> None:
+        """Remove the container and write down how it ended, and whether it is really gone."""
+        deadline = time.monotonic() + BACK_S
+        while lost := self._not_removed():
+            note = {**note, "lost": lost.what}
+            if lost.id != "docker-daemon" or self.told.wait(1.0) or time.monotonic() > deadline:
+                break
+        else:
+            note.pop("lost", None)
         with contextlib.suppress(OSError):
             part = self.folder / f".{NOTE}.part"
             part.write_text(json.dumps(note) + "\n")

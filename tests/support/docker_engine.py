@@ -60,6 +60,8 @@ class Engine:
     root: Path
     pid: int = 0
     """Of the engine's process, where it was started here."""
+    argv: tuple[str, ...] = ()
+    """How it was started."""
 
     @contextmanager
     def hanging(self) -> Iterator[None]:
@@ -98,7 +100,7 @@ class Engine:
 
 
 @contextmanager
-def running(root: Path) -> Iterator[Engine]:
+def running(root: Path, *more: str) -> Iterator[Engine]:
     """Start an engine with its data below `root`, and end it."""
     # A socket's path holds at most 107 bytes, and pytest's own folders are deep.
     short = Path(tempfile.mkdtemp(prefix="bh-docker-", dir="/tmp"))
@@ -119,7 +121,7 @@ def running(root: Path) -> Iterator[Engine]:
             "--containerd-namespace", bridge, "--containerd-plugins-namespace", f"{bridge}p",
             # The chains of iptables are one for all engines: another one's would be flushed.
             # Published ports go through the engine's own proxy, which is all that tests need.
-            "--iptables=false", "--ip-forward=false", "--ip-masq=false",
+            "--iptables=false", "--ip-forward=false", "--ip-masq=false", *more,
         ]  # fmt: skip
         with log.open("wb") as out:
             engine = subprocess.Popen(
@@ -128,7 +130,7 @@ def running(root: Path) -> Iterator[Engine]:
             )  # fmt: skip
         last.callback(_end, engine)
         _wait_for(engine, Path(short / "docker.sock"), log)
-        yield Engine(host, root, engine.pid)
+        yield Engine(host, root, engine.pid, tuple(argv))
 
 
 def _ip(*argv: str) -> None:

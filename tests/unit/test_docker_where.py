@@ -27,6 +27,10 @@ def short() -> Iterator[Path]:
         yield Path(made)
 
 
+def never(*_: object) -> None:
+    raise AssertionError("it was connected to")
+
+
 def asked(**env: str) -> BakehouseError:
     with pytest.raises(BakehouseError) as caught:
         RealDocker({"HOME": "/nowhere", **env}).facts()
@@ -59,7 +63,8 @@ def test_one_that_hangs(short: Path, monkeypatch: pytest.MonkeyPatch, way: str) 
         one.bind(f"{short}/sock")
         one.listen(0 if way == "full" else 5)
         if way == "accepts":
-            threading.Thread(target=lambda: held.append(one.accept()[0]), daemon=True).start()
+            accepting = threading.Thread(target=lambda: held.append(one.accept()[0]), daemon=True)
+            accepting.start()
         while way == "full" and len(held) < 10:
             held.append(socket.socket(socket.AF_UNIX))
             held[-1].setblocking(False)
@@ -69,10 +74,11 @@ def test_one_that_hangs(short: Path, monkeypatch: pytest.MonkeyPatch, way: str) 
                 break
         began = time.monotonic()
         error = asked(DOCKER_HOST=f"unix://{short}/sock")
-        assert (error.id, time.monotonic() - began < 4) == ("docker-timeout", True)
-        began = time.monotonic()
+        assert (error.id, time.monotonic() - began < 15) == ("docker-timeout", True)
+        # Remembered for a moment: nobody knocks again.
+        monkeypatch.setattr(docker_engine, "REMEMBERED_S", 60.0)
+        monkeypatch.setattr(docker_connect, "connect", never)
         assert asked(DOCKER_HOST=f"unix://{short}/sock").id == "docker-timeout"
-        assert time.monotonic() - began < 0.9  # remembered for a moment
     for each in held:
         each.close()
     docker_engine._silent.clear()
