@@ -217,7 +217,9 @@ def vllm_root(stands: StandIns, work: Path) -> list[str]:
     there = [n for n in sorted(kept) if Path(stands.packages, n).exists()]
     compile_below(*(Path(stands.packages, n) for n in there))
     inside = stands.packages.strip("/")
-    return [_moved(inside, SITE), *_of_root(work, TOOLKIT), *(f"{inside}/{name}" for name in there)]
+    # The system's own packages of that folder would stand in the image twice.
+    own = _of_root(work, TOOLKIT, SITE)
+    return [_moved(inside, SITE), *own, *(f"{inside}/{name}" for name in there)]
 
 
 def compile_below(*folders: Path) -> None:

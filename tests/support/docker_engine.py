@@ -70,6 +70,7 @@ class Engine:
             pytest.skip("an engine that is not the tests' own is not stopped")
         os.kill(self.pid, signal.SIGSTOP)
         try:
+            _wait_until_stopped(self.pid)
             yield
         finally:
             os.kill(self.pid, signal.SIGCONT)
@@ -97,6 +98,16 @@ class Engine:
         )  # fmt: skip
         assert done.returncode == 0, f"docker {' '.join(argv)}: {done.stderr.decode()}"
         return done.stdout.decode().strip()
+
+
+def _wait_until_stopped(pid: int) -> None:
+    """Until then its other threads still answer: on a busy machine, long enough for a question."""
+    for _ in range(500):
+        stats = Path(f"/proc/{pid}/task").glob("*/stat")
+        if all(stat.read_text().rpartition(")")[2].split()[0] in "Tt" for stat in stats):
+            return
+        time.sleep(0.01)
+    pytest.fail("dockerd does not stop")
 
 
 @contextmanager
