@@ -279,9 +279,8 @@ def _proven(
     files = image_files(ctx.docker, found.id, below=below, target=inside)
     not_root = check("image.user", "not root", found.user or "root", plan.image,
                      ok=not found.has_root)  # fmt: skip
-    where = f"{below} in {plan.image}"
     seen: tuple[Check, ...] = (labelled(plan, found), not_root)
-    seen += accept_image_files(inside, files, expected, told, where)
+    seen += accept_image_files(inside, files, expected, told, image=plan.image, server_folder=below)
     run.checks(seen)
     steps.all_passed("the image that was built is not what was asked for", seen)
     ran = _run_server(ctx, lock, plan, found, run, told)

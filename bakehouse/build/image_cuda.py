@@ -62,9 +62,16 @@ def with_toolkit(
 
 
 def accept_image_files(
-    folder: Path, files: Iterable[ImageFile], expected: Expected, told: Told | None, where: str
+    folder: Path,
+    files: Iterable[ImageFile],
+    expected: Expected,
+    told: Told | None,
+    *,
+    image: str,
+    server_folder: str,
 ) -> tuple[Check, ...]:
-    """Judge what the image holds; `folder` has copies of the built files, `files` is all of it."""
+    """Judge what an image holds; `folder` has copies of what was built, `files` is all of it."""
+    where = f"{server_folder} in {image}"
     names = sorted(file.name for file in folder.iterdir())
     installed = judge_files(folder, names, where)
     there = {PurePosixPath(file.path).name for file in files if file.kind != "folder"}
@@ -78,7 +85,16 @@ def accept_image_files(
     if expected.cuda and told:
         cuda = expected.cuda
         checks += accept_artifact(folder, cuda.toolkit, cuda.requested, told.same)
-    return checks
+    # The copies are gone when somebody reads this; the image's own files are not.
+    return tuple(_inside(one, str(folder), server_folder) for one in checks)
+
+
+def _inside(one: Check, copies: str, server_folder: str) -> Check:
+    """Name the image's files in place of our copies of them."""
+    observed = one.observed and one.observed.replace(copies, server_folder)
+    return one.model_copy(
+        update={"observed": observed, "where": one.where.replace(copies, server_folder)}
+    )
 
 
 def ask_server(ctx: Context, spec: ContainerSpec, run: Run, stub: Path | None) -> Answered:

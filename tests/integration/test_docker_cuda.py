@@ -95,6 +95,9 @@ def test_a_cuda_server_is_built_in_a_container(home: Home, builders: dict[str, s
     observed = {c["id"]: c["observed"] for c in built["checks"]}
     assert observed["cuda.version"] == "13.0.88"
     assert observed["cuda.embedded"] == "sm_90"
+    assert observed["cuda.linked"] == "/opt/llama.cpp/bin/libcudart.so.13"
+    of_files = [c for c in built["checks"] if c["id"].startswith(("cuda.l", "cuda.no", "cuda.em"))]
+    assert not [c for c in of_files if "/.work/" in c["where"]], "copies are gone by then"
     port = home.engine.port()
     names = {Path(f.path).name for f in image_files(port, built["result"]["image"])}
     assert {"libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13"} <= names
