@@ -40,6 +40,19 @@ def question_spec(image: str, sentinel: str, names: Sequence[str] = ()) -> Conta
     )
 
 
+def ask_python(ctx: Context, spec: ContainerSpec, name: str, *, max_bytes: int) -> Answered:
+    """Ask an image's Python. Raises BuildFailed where it has none, HostError."""
+    try:
+        return ctx.docker.ask(spec, timeout=TIMEOUT_S, max_bytes=max_bytes)
+    except HostError as error:
+        if error.id != "image-command":
+            raise
+        raise BuildFailed(
+            "the image has no python3, so it is no vLLM image", where=name, id="image-silent",
+            hint="see image.ref in the recipe",
+        ) from None  # fmt: skip
+
+
 def ask_able(ctx: Context, image: str, name: str, names: Sequence[str] = ()) -> tuple[Able, bool]:
     """What an image is able of, and whether that was known already.
 
@@ -57,17 +70,7 @@ def ask_able(ctx: Context, image: str, name: str, names: Sequence[str] = ()) -> 
         pass  # not asked yet, or damaged: it is asked
     ctx.progress.say(f"asking {name} what it supports, which takes its Python a while")
     sentinel = f"BAKEHOUSE-{secrets.token_hex(16)}"
-    try:
-        said = ctx.docker.ask(
-            question_spec(image, sentinel, names), timeout=TIMEOUT_S, max_bytes=MAX_ANSWER
-        )
-    except HostError as error:
-        if error.id != "image-command":
-            raise
-        raise BuildFailed(
-            "the image has no python3, so it is no vLLM image", where=name, id="image-silent",
-            hint="see image.ref in the recipe",
-        ) from None  # fmt: skip
+    said = ask_python(ctx, question_spec(image, sentinel, names), name, max_bytes=MAX_ANSWER)
     able = _read(said, sentinel, name)
     if able.architectures is not None:  # what failed once may go another time
         write_atomic(kept, to_json(able).encode())

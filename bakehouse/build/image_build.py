@@ -53,6 +53,8 @@ OLD_CLIENT = 23
 """From this version on, Docker's command line builds with BuildKit only through buildx."""
 _PREFIX = re.compile(r"^#\d+ (?:\d+\.\d+ )?")
 """What BuildKit writes before every line."""
+_LACKS = re.compile(r"(?:line )?\d+: ([\w./+-]+): (?:command )?not found$")
+"""A shell's word for a program that is not there."""
 _ROOTS = ("/build/src", "../src", "/build")
 
 
@@ -244,6 +246,15 @@ def _failed(
     if isinstance(known, HostError) and known.id in ("disk-full", "image-platform", "network"):
         return known
     error = first(lines, _ROOTS)
+    lacks = next((found for line in lines if (found := _LACKS.search(line))), None)
+    if error is None and lacks:
+        return BuildFailed(
+            f"{what} failed: the image that it runs in has no {clean(lacks[1])}", where=str(log),
+            hint="take a builder image with a compiler, CMake, Ninja and binutils: NVIDIA's "
+            "development images lack CMake and Ninja, so derive one with them"
+            if what in ("configure", "compile") else "bring it with the base image",
+            id="image-lacks",
+        )  # fmt: skip
     if error is None:
         said = next((ln for ln in reversed(lines) if ln.strip()), f"code {done.code}")
         return BuildFailed(f"{what} failed: {clean(said)}", where=str(log), hint=f"see {log}")

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bakehouse.build.able import ask_python
 from bakehouse.context import Context
 from bakehouse.engines.vllm import reading
 from bakehouse.errors import BakehouseError, BuildFailed
@@ -38,7 +39,6 @@ COMPILED = re.compile(
     re.IGNORECASE,
 )
 """Paths that take part in what is compiled."""
-TIMEOUT_S = 120.0
 MAX_READ = 64 * 2**20
 
 
@@ -93,7 +93,7 @@ def read_files(ctx: Context, image: str, names: Sequence[str]) -> tuple[str, dic
         image=image, entrypoint=("python3",), network="none",
         argv=("-c", Path(reading.__file__).read_text(), sentinel, *names),
     )  # fmt: skip
-    said = ctx.docker.ask(spec, timeout=TIMEOUT_S, max_bytes=MAX_READ)
+    said = ask_python(ctx, spec, image, max_bytes=MAX_READ)
     parts = said.out.split(sentinel)
     try:
         answer = json.loads(parts[-2] if len(parts) > 2 else "{}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from bakehouse.commands import serve as serving
@@ -72,21 +72,22 @@ def run(ctx: Context, options: Options) -> Outcome:
     if patches := for_run.asked(options):
         load_good(find(options.recipe, ctx.recipes), options.set_, patches.change(ctx))
     watch = Watch(ctx, options, wish)
-    with (
-        suppress(NotCorrect, NotHealthy),
-        Run.start(ctx, "watch", watch.name, secrets=watch.secrets) as record,
-    ):
-        try:
-            watch.go(record)
-        except KeyboardInterrupt as signal:
-            raise Interrupted(
-                f"the watch was interrupted after {watch.says}",
-                hint="what it watched runs on; invoke stop --recipe NAME stops a server",
-            ) from signal
-        if watch.error:
-            raise watch.error
-        record.finish(watch.says)
-    return Outcome(watch.result(record), watch.says, record.judged, error=watch.error)
+    error: BakehouseError | None = None
+    try:
+        with Run.start(ctx, "watch", watch.name, secrets=watch.secrets) as record:
+            try:
+                watch.go(record)
+            except KeyboardInterrupt as signal:
+                raise Interrupted(
+                    f"the watch was interrupted after {watch.says}",
+                    hint="what it watched runs on; invoke stop --recipe NAME stops a server",
+                ) from signal
+            if watch.error:
+                raise watch.error
+            record.finish(watch.says)
+    except (NotCorrect, NotHealthy) as failed:
+        error = failed
+    return Outcome(watch.result(record), watch.says, record.judged, error=error)
 
 
 def read_wish(options: Options, flag: str = "--every") -> Wish:
@@ -318,12 +319,12 @@ class Watch:
             clock.sleep(min(left, TICK_S))
 
     def _watched(self, record: Run) -> Watched:
-        """Say what is watched. Raises NotHealthy where a stranger's server does not answer."""
+        """Say what is watched; a stranger's server is asked who it is in the first round."""
         target = self._target
-        endpoint, stall = target.endpoint, STALL_S
+        stall, identify = STALL_S, None
         if target.server:
             recipe = load(find(self._options.recipe, self._ctx.recipes), self._options.set_).recipe
             stall = recipe.serve.stall_timeout
         else:
-            endpoint = identify_any(self._ctx, endpoint, record)
-        return Watched(endpoint, target.probe, target.server, target.known, stall)
+            identify = partial(identify_any, self._ctx, run=record)
+        return Watched(target.endpoint, target.probe, target.server, target.known, stall, identify)

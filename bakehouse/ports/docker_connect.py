@@ -51,8 +51,6 @@ class Client(APIClient):
 def connect(end: Endpoint) -> Client:
     """Give a client of an engine that answers. Raises HostError, and what SDK and system raise."""
     _see_configuration()
-    if "://" not in end.host:
-        raise ValueError("no address")  # of nothing the SDK would make this machine's own engine
     config: Any = False
     if end.tls:
         config = tls.TLSConfig(

@@ -137,11 +137,6 @@ def unreachable(error: BaseException, host: str, origin: str) -> HostError:
     """Make the error for an engine that does not answer, by what the system said."""
     where = f"{host} ({origin})"
     parts = urlsplit(host)
-    if parts.scheme not in ("unix", "tcp", "http", "https", "ssh"):
-        return HostError(
-            f"'{without_credentials(host)}' is no address of a Docker Engine", where=origin,
-            id="docker-host", hint="write unix:///path/to/docker.sock, tcp://HOST:PORT or ssh://HOST",
-        )  # fmt: skip
     if "paramiko" in str(error):
         return HostError(
             "an engine behind ssh needs one more Python package", where=where, id="docker-ssh",

@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from bakehouse.errors import HostError
+from bakehouse.redact import without_credentials
 
 DEFAULT = "unix:///var/run/docker.sock"
+SCHEMES = ("unix", "tcp", "http", "https", "ssh")
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def find_endpoint(environment: Mapping[str, str]) -> Endpoint:
         verify = bool(environment.get("DOCKER_TLS_VERIFY"))
         wanted = bool(folder) or verify
         tls = Path(folder) if folder else config_file(environment).parent
-        return Endpoint(host, "DOCKER_HOST", tls if wanted else None, verify)
+        return _sound(Endpoint(host, "DOCKER_HOST", tls if wanted else None, verify))
     name = environment.get("DOCKER_CONTEXT", "").strip()
     origin = "DOCKER_CONTEXT"
     if not name:
@@ -86,7 +89,24 @@ def _context(environment: Mapping[str, str], name: str, origin: str) -> Endpoint
             id="docker-context",
         ) from None
     tls = folder / "tls" / key / "docker"
-    return Endpoint(
+    found = Endpoint(
         str(host), f"the context '{name}'", tls if tls.is_dir() else None,
         not docker.get("SkipTLSVerify", False),
+    )  # fmt: skip
+    return _sound(found)
+
+
+def _sound(end: Endpoint) -> Endpoint:
+    """Give back an endpoint whose address can be one. Raises HostError."""
+    try:
+        parts = urlsplit(end.host)
+        named = bool(parts.path if parts.scheme == "unix" else parts.hostname)
+        sound = parts.scheme in SCHEMES and named and parts.port != 0
+    except ValueError:  # a port beyond 65535, half a bracket
+        sound = False
+    if sound:
+        return end
+    raise HostError(
+        f"'{without_credentials(end.host)}' is no address of a Docker Engine", where=end.origin,
+        id="docker-host", hint="write unix:///path/to/docker.sock, tcp://HOST:PORT or ssh://HOST",
     )  # fmt: skip

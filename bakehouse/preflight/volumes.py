@@ -21,6 +21,11 @@ SOCKETS = ("docker.sock", "podman.sock", "containerd.sock", "crio.sock")
 HOLDS_SOCKETS = ("/", "/run", "/var", "/var/run", "/run/containerd", "/run/podman", "/run/user")
 KERNEL = ("/proc", "/sys")
 """Through these the kernel is set, and other processes' environments are read."""
+CODE = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr", "/etc", "/opt", "/boot", "/run",
+        "/proc", "/sys", "/dev", "/bakehouse")  # fmt: skip
+"""What an image runs, or is set up by: it was proven able as it is."""
+PACKAGES = (".local", "site-packages", "dist-packages")
+"""Folders in which Python looks for code, wherever they lie."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]+")
 
 
@@ -84,11 +89,22 @@ def _volume(text: str, folder: str) -> Mount:
         raise bad("has no folder inside the container", "name one, such as /root/.cache/vllm")
     if inner == WEIGHTS or WEIGHTS in inner.parents or inner in WEIGHTS.parents:
         raise bad("lies over the pinned weights", f"{WEIGHTS} holds them; name another folder")
+    if (
+        inner in map(PurePosixPath, ("/root", "/home"))
+        or set(PACKAGES) & set(inner.parts)
+        or any(PurePosixPath(code) in (inner, *inner.parents) for code in CODE)
+    ):
+        raise bad(
+            "lies over what the image runs, which was proven able as it is",
+            "mount data elsewhere, such as in /data or /root/.cache; code comes with the image: "
+            "image.mods, image.patches",
+        )
     if "/" not in source and not source.startswith(("~", ".")):
         if not _NAME.fullmatch(source):
             raise bad(
                 "names no volume that an engine could have",
-                "a name has letters, digits, '_', '.' and '-'; a path begins with /, ~ or .",
+                "a name has two or more letters, digits, '_', '.' and '-'; a path begins with /, ~ "
+                "or .",
             )
         return Mount(source=source, target=target, read_only=mode == "ro", volume=True)
     path = os.path.abspath(os.path.join(folder, os.path.expanduser(source)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -33,6 +34,8 @@ class Watched:
     """Where it is ours."""
     known: Known | None = None
     stall: float = STALL_S
+    identify: Callable[[Endpoint], Endpoint] | None = None
+    """Asks a stranger's server which models it serves. Raises NotHealthy where it does not say."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Rounds:
     def __init__(self, ctx: Context, what: Watched) -> None:
         self._ctx = replace(ctx, progress=Silent())  # a line a round is enough
         self._what = what
+        self._endpoint: Endpoint | None = None
         self._baseline: Baseline | None = None
         self._number = 0
         self._checks: list[Check] = []
@@ -93,7 +97,10 @@ class Rounds:
     def _judge(self) -> str:
         if self._what.server:
             self._is_ours(self._what.server)
-        endpoint = self._what.endpoint
+        if self._endpoint is None:
+            asked = self._what.endpoint
+            self._endpoint = self._what.identify(asked) if self._what.identify else asked
+        endpoint = self._endpoint
         moves = progress(self._ctx, endpoint, self._what.stall)
         if moves:
             self._checks.append(moves)
@@ -102,7 +109,7 @@ class Rounds:
         before = counters(self._ctx, endpoint)
         began = self._ctx.clock.monotonic()
         if self._baseline is None:
-            return self._first()
+            return self._first(endpoint)
         seen = look_again(self._ctx, endpoint, self._what.probe, self._baseline, self._number)
         self._checks += seen.checks
         self._answers = seen.answers
@@ -118,12 +125,12 @@ class Rounds:
             raise self._unanswered(seen, stall, working=bool(now and now.busy))
         return "; ".join(c.observed for c in seen.checks)
 
-    def _first(self) -> str:
+    def _first(self, endpoint: Endpoint) -> str:
         what = self._what
-        proof, baseline = first_look(self._ctx, what.endpoint, what.probe, what.known)
+        proof, baseline = first_look(self._ctx, endpoint, what.probe, what.known)
         self._checks += proof.checks
         self._answers = proof.answers
-        if error := explain(proof, what.endpoint.url):
+        if error := explain(proof, endpoint.url):
             raise error
         self._baseline = baseline
         return proof.summary

@@ -5,6 +5,7 @@ The variables are those that huggingface_hub reads, and so is the file that `hf 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Mapping
@@ -75,6 +76,8 @@ def token_file(environment: Mapping[str, str]) -> Path | None:
 
 def _read(path: Path, *, named: bool) -> str:
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe: waited for forever
+            raise OSError(errno.EINVAL, "it is no file")
         with path.open("rb") as file:
             return file.read(MAX_BYTES).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from bakehouse.errors import LockError
+from bakehouse.errors import LockError, NotFound
 from bakehouse.lock import FilePin, ModPin
 from bakehouse.recipe.model import Mod
 from bakehouse.redact import clean
@@ -16,7 +16,7 @@ MAX_BYTES = 64 * 2**20
 
 
 def pin_mods(folder: Path, mods: Sequence[Mod]) -> tuple[ModPin, ...]:
-    """Hash every file of every mod; `folder` is the recipe's. Raises LockError."""
+    """Hash every file of every mod; `folder` is the recipe's. Raises LockError, NotFound."""
     return tuple(ModPin(folder=mod.folder, files=_files(folder / mod.folder)) for mod in mods)
 
 
@@ -40,6 +40,9 @@ def copy_mod(folder: Path, pin: ModPin, target: Path) -> None:
 
 def _files(folder: Path) -> tuple[FilePin, ...]:
     where = str(folder)
+    if not folder.is_dir():
+        hint = "image.mods names folders, relative to the recipe"
+        raise NotFound.named("folder of a mod", folder.name, where=where, hint=hint)
     if not (folder / SCRIPT).is_file():
         raise LockError(
             f"the mod has no {SCRIPT}", where=where, id="mod-missing",

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import io
 import json
+import shutil
 import subprocess
 import tarfile
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from bakehouse.ports.docker import ContainerSpec
 from tests.conftest import INVOKE, ROOT
 from tests.support import vllm_stand_in as stand_in
 from tests.support.checkpoints import gguf_bytes, llama_metadata, safetensors_bytes
-from tests.support.docker_engine import Engine
+from tests.support.docker_engine import Engine, make_image
 from tests.support.githost import Repo, serve_git
 from tests.support.recipes import recipe_data, write_recipe
 from tests.support.small_engine import FILES
@@ -175,6 +176,20 @@ def test_what_cmake_does_not_use_is_refused_before_it_compiles(home: Home, build
     assert steps[-1]["id"] == "accept"
 
 
+def test_a_builder_that_lacks_a_program_is_told_by_its_name(
+    home: Home, builder: str, docker_engine: Engine
+) -> None:
+    """NVIDIA's development images have no CMake: the fault that most people meet first."""
+    bare = make_image(docker_engine, "build-test/no-cmake:1", "ENV PATH=/bin")
+    assert bare
+    bases = {role: {"x86_64": "build-test/no-cmake:1"} for role in ("builder", "runtime")}
+    small(home, bases=bases)
+    error = home.run("build", exits=6)["error"]
+    assert error["id"] == "image-lacks"
+    assert error["what"] == "configure failed: the image that it runs in has no cmake"
+    assert "derive one" in error["hint"]
+
+
 def test_an_image_is_not_built_for_one_cpu(home: Home, builder: str) -> None:
     small(home, cmake={"GGML_NATIVE": True})
     assert home.run("build", exits=9)["error"]["id"] == "image-native"
@@ -303,6 +318,9 @@ def test_a_mod_makes_it_able(home: Home, base: str) -> None:
     assert home.run("build", exits=6)["error"]["what"].startswith("build failed: ")
     (mod / "run.sh").unlink()
     assert home.run("lock", "--update", exits=4)["error"]["id"] == "mod-missing"
+    shutil.rmtree(mod)
+    error = home.run("lock", "--update", exits=3)["error"]
+    assert error["what"] == "there is no folder of a mod 'glimmer'"
 
 
 @pytest.fixture

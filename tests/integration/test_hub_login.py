@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -145,6 +146,18 @@ def test_a_file_that_holds_no_token_is_named_and_not_quoted(
         headers(own)
     assert str(tmp_path / "t") in caught.value.what
     assert text not in f"{caught.value.what} {caught.value.where} {caught.value.hint}"
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_pipe_is_not_waited_for(ctx: Context, tmp_path: Path, *, named: bool) -> None:
+    os.mkfifo(tmp_path / "token")
+    given = {"HF_TOKEN_PATH": str(tmp_path / "token")} if named else {"HF_HOME": str(tmp_path)}
+    asking = replace(ctx, environment={**ctx.environment, **given})
+    if named:
+        with pytest.raises(HostError, match="no file"):
+            token(asking)
+    else:
+        assert token(asking) is None
 
 
 def test_a_file_that_cannot_be_read_is_named(ctx: Context, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -333,6 +334,25 @@ def test_ctrl_c_leaves_a_record_and_the_server(ctx: Context) -> None:
     assert kept["exit"] == 130
     assert [r["word"] for r in kept["facts"]["rounds"]] == ["right"]
     assert look(ctx.places.servers / "fake").word == "running"
+
+
+@pytest.mark.parametrize("dead", [True, False], ids=["nobody", "refuses"])
+def test_a_stranger_that_does_not_say_who_it_is_fails_the_first_round(
+    ctx: Context, tmp_path: Path, *, dead: bool
+) -> None:
+    flag = tmp_path / "fired"
+    with fake.serving(fake.status(404), key="unknown") as server, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and nobody listens there
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}" if dead else server.url
+        asked = Options(url=url, every="1s", count="2", on_failure=f"touch {flag}")
+        acted = run(replace(ctx, clock=Scripted()), asked)
+        ended = run(ctx, Options(url=url, every="1s", count="2"))
+    assert flag.exists()
+    assert acted.result["counts"] == {"right": 0, "busy": 0, "failed": 2}
+    for outcome in (acted, ended):
+        assert isinstance(outcome.error, NotHealthy)
+        assert "does not say which models it serves" in outcome.error.what
+    assert len(ended.result["rounds"]) == 1
 
 
 def test_any_server_can_be_watched(ctx: Context) -> None:

@@ -39,6 +39,20 @@ def asked(**env: str) -> BakehouseError:
     return caught.value
 
 
+@pytest.mark.parametrize(
+    "host",
+    ["garbage", "tcp://[::1", "tcp://", "tcp://127.0.0.1:99999", "tcp://h:x", "unix://", "ftp://h",
+     "tcp://h:0", "tcp://user:secret@[::1"],
+)  # fmt: skip
+def test_what_is_no_address_is_told_before_it_is_asked(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(docker_connect, "connect", never)
+    error = asked(DOCKER_HOST=host)
+    assert (error.id, error.where) == ("docker-host", "DOCKER_HOST")
+    assert "secret" not in f"{error.what} {error.hint}"
+
+
 def test_no_socket_a_file_a_folder(short: Path) -> None:
     (short / "file").write_text("x")
     (short / "folder").mkdir()

@@ -212,7 +212,11 @@ def test_each_pinned_file_is_mounted_by_itself() -> None:
         "/var/run/docker.sock:/var/run/docker.sock", "/run:/host", "/:/host", "/var/run/../run:/x",
         "cache:/weights/model", "cache:/weights", "cache:/", "cache", "a:b:c:d", "cache:x",
         "cache:/x:rx", "~/../../run/docker.sock:/s", "/proc:/p", "/proc/sys/kernel:/k:ro",
-        "/sys:/s", "/dev:/dev", "a\n:/x", "-v:/x", "ü:/x",
+        "/sys:/s", "/dev:/dev", "a\n:/x", "-v:/x", "ü:/x", "x:/y",
+        # Over what the image runs: that was proven able as it is.
+        "vol:/usr/lib/python3", "vol:/usr", "vol:/etc/hosts", "vol:/proc", "vol:/sys/x", "vol:/dev",
+        "vol:/bakehouse", "vol:/opt/venv", "vol:/lib64", "vol:/data/../usr/bin", "vol:/root",
+        "vol:/root/.local", "vol:/x/lib/python3.12/site-packages", "vol:/home", "vol:/run/x",
     ],
 )  # fmt: skip
 def test_volumes_that_must_not_be(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
