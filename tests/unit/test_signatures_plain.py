@@ -1,4 +1,4 @@
-"""The quick scanner against a plain one, which tries all templates on all lines: same findings."""
+"""The scanner finds the same as a simple one that tries every template on every line."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _choices(choice: random.Random, some: list[bytes], weights: list[int], n: in
 
 @given(st.integers(0, 10**9), st.integers(1, 40), st.integers(1, 150))
 @settings(max_examples=150)
-def test_the_same_findings_on_any_mixture(seed: int, kinds: int, size: int) -> None:
+def test_scanner_finds_what_trying_every_template_finds(seed: int, kinds: int, size: int) -> None:
     log = _mixture(seed, kinds, size)
     plain = _told(Plain().scan(log))
 
@@ -123,8 +123,8 @@ def test_the_same_findings_on_any_mixture(seed: int, kinds: int, size: int) -> N
 
 
 @pytest.mark.parametrize("few", [0, 10**6])
-@pytest.mark.parametrize("seed", range(6))
-def test_the_same_findings_however_the_lines_are_looked_up(
+@pytest.mark.parametrize("seed", range(2))
+def test_scanner_finds_the_same_with_either_lookup(
     few: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks so small that shapes are met again in other ones, and each way to find lines."""
@@ -136,7 +136,7 @@ def test_the_same_findings_however_the_lines_are_looked_up(
     assert _told(scanner.finish()) == _told(Plain().scan(log))
 
 
-def test_lines_that_are_only_counted_go_on_from_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scanner_counts_a_line_taken_in_pieces_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line so long that it is taken in pieces is one line, also where its end is well known."""
     monkeypatch.setattr(module, "_LINE", 4000)
     monkeypatch.setattr(module, "_OVERLAP", 300)
@@ -150,7 +150,7 @@ def test_lines_that_are_only_counted_go_on_from_a_piece(monkeypatch: pytest.Monk
         assert (found.count, found.line_number) == (48, 1)
 
 
-def test_drawings_of_one_line_are_counted_once_however_well_they_are_known() -> None:
+def test_scanner_counts_a_redrawn_line_once() -> None:
     scanner = Scanner()
     for _ in range(3):
         scanner.feed_bytes((b"\r".join([ERROR] * 4) + b"\n") * 5)
@@ -158,7 +158,7 @@ def test_drawings_of_one_line_are_counted_once_however_well_they_are_known() -> 
     assert (found.count, scanner.lines) == (15, 15)
 
 
-def test_many_known_lines_are_counted_with_those_of_other_shapes_between() -> None:
+def test_scanner_counts_repeated_lines_between_other_lines() -> None:
     scanner = Scanner()
     scanner.feed_bytes(ERROR + b"\n")
     scanner.feed_bytes((ERROR + b"\n" + OTHER + b"\n" + ERROR.upper() + b"\n") * 100)
