@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import email.utils
 import errno
 import json
 import os
-import random
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import requests
-import tenacity
 import urllib3
 
 from bakehouse.errors import HostError
@@ -22,41 +18,15 @@ from bakehouse.ports.clock import Clock
 from bakehouse.ports.http import HttpStatus, Unreachable, is_loopback
 from bakehouse.ports.transport import exchange, why
 from bakehouse.redact import clean, without_credentials
+from bakehouse.util.retry import BUSY, Retry, TransientError, asks_to_return, retry_after
 
 CONNECT_S = 20.0
 SILENCE_S = 60.0
 """Without a byte for so long, the connection counts as lost."""
-ATTEMPTS = 6
-"""In a row that did not come further than those before."""
-NEAR_ATTEMPTS = 3
-"""As many are enough where this machine itself refuses the connection: nobody listens."""
 LONGEST_WAIT_S = 300.0
 """A host that asks for a longer pause is not waited for."""
 CHUNK = 2**18
-_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
-
-class _Transient(Exception):
-    """Worth another try; `after` is what the host asked for, in seconds."""
-
-    def __init__(self, reason: str, after: float | None = None, *, refused: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.after = after
-        self.refused = refused
-
-
-def retry_after(value: str | None, now: float) -> float | None:
-    """Seconds to wait that a Retry-After header names, as a number or a date; None without."""
-    if not value:
-        return None
-    if value.strip().isdigit():
-        return float(value)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - now)
-    except ValueError:
-        return None
 
 
 class Download:
@@ -79,10 +49,8 @@ class Download:
         self.headers = {k: v for k, v in headers.items() if k.lower() not in ("range", "if-range")}
         self.size = size
         self.on_bytes = on_bytes
-        self.on_wait = on_wait
-        self.clock = clock
         self.shown = without_credentials(url)
-        self._failures = 0
+        self._retry = Retry(clock.sleep, longest_wait=LONGEST_WAIT_S, say=on_wait, where=self.shown)
         self._furthest = 0
         self._patched = True
 
@@ -91,20 +59,12 @@ class Download:
 
         Give whether it was put together from several answers.
         """
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(_Transient),
-            stop=self._give_up,
-            wait=self._pause,
-            sleep=self.clock.sleep,
-            before_sleep=self._tell,
-            reraise=True,
-        )
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            retrying(self._attempt)
+            self._retry.call(self._attempt)
             self._place()
             return self._patched
-        except _Transient as error:
+        except TransientError as error:
             way = "run it again then" if error.after else "check the network and run it again"
             raise HostError(
                 f"the download did not come to its end: {error.reason}",
@@ -115,38 +75,11 @@ class Download:
         except OSError as error:
             raise self._disk(error) from error
 
-    def _give_up(self, state: tenacity.RetryCallState) -> bool:
-        error = state.outcome.exception() if state.outcome else None
-        if not isinstance(error, _Transient):
-            return True
-        return self._failures >= self._most(error) or (error.after or 0.0) > LONGEST_WAIT_S
-
-    def _most(self, error: _Transient) -> int:
-        near = error.refused and is_loopback(self.url)
-        return NEAR_ATTEMPTS if near else ATTEMPTS
-
-    def _tell(self, state: tenacity.RetryCallState) -> None:
-        """Say why there is a pause, before it."""
-        error = state.outcome.exception() if state.outcome else None
-        if self.on_wait and isinstance(error, _Transient) and state.upcoming_sleep > 0:
-            self.on_wait(
-                f"{error.reason}; try {self._failures + 1} of {self._most(error)} "
-                f"in {state.upcoming_sleep:.1f} s: {self.shown}"
-            )
-
-    def _pause(self, state: tenacity.RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome else None
-        if isinstance(error, _Transient) and error.after is not None:
-            return error.after
-        backoff = min(30.0, 0.5 * 2.0**self._failures)
-        return backoff * random.uniform(0.75, 1.25)  # noqa: S311 - spreads load, guards nothing
-
     def _attempt(self) -> None:
         """Ask for what is missing and write it."""
         have = self._resumable()
         if self.size is not None and have == self.size > 0:
             return
-        self._failures += 1
         sent = dict(self.headers)
         if have:
             sent["Range"] = f"bytes={have}-"
@@ -162,7 +95,8 @@ class Download:
             found = why(error)
             if isinstance(error, Unreachable | requests.exceptions.InvalidURL):
                 raise HostError(found.why, where=self.shown, id="download") from error
-            raise _Transient(found.why, refused=found.refused) from error
+            near = found.refused and is_loopback(self.url)
+            raise TransientError(found.why, nobody_listens=near) from error
 
     def _judge(self, response: requests.Response, have: int) -> bool:
         """Whether a body is to be received; False where all of it is here already."""
@@ -175,17 +109,17 @@ class Download:
             if begin == have and not changed and (self.size is None or total == self.size):
                 return True
             self._discard()
-            raise _Transient("the host answered with another part than was asked for", 0.0)
+            raise TransientError("the host answered with another part than was asked for", 0.0)
         if status == 416 and have:
             _, total = _content_range(response.headers.get("Content-Range"))
             if total == have and self.size in (None, have):
                 return False
             self._discard()
-            raise _Transient("what was kept does not fit the file any more", 0.0)
-        if status in _TRANSIENT:
-            after = retry_after(response.headers.get("Retry-After"), time.time())
-            wish = f", and asks to come back in {after:.0f} s" if after else ""
-            raise _Transient(f"the host answers {status} {clean(response.reason)}{wish}", after)
+            raise TransientError("what was kept does not fit the file any more", 0.0)
+        if status in BUSY:
+            after = retry_after(response.headers)
+            answer = f"the host answers {status} {clean(response.reason)}"
+            raise TransientError(answer + asks_to_return(after), after)
         raise HttpStatus(
             f"the host answers {status} {clean(response.reason or '')}".rstrip(),
             status=status,
@@ -212,7 +146,8 @@ class Download:
                 done += len(chunk)
                 # A host that cuts off at the same place every time makes no progress.
                 if done > self._furthest:
-                    self._failures, self._furthest = 0, done
+                    self._retry.made_progress()
+                    self._furthest = done
                 if self.on_bytes:
                     self.on_bytes(done, total)
                 if total is not None and done > total:
@@ -220,7 +155,7 @@ class Download:
             file.flush()
             os.fsync(file.fileno())
         if total is not None and done < total:
-            raise _Transient(f"the answer was cut off after {done:,} of {total:,} bytes")
+            raise TransientError(f"the answer was cut off after {done:,} of {total:,} bytes")
 
     def _expect(self, total: int, kind: str = "") -> None:
         """Refuse a file of another size than the caller knows that it has."""
