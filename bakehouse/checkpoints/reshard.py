@@ -25,6 +25,7 @@ from bakehouse.checkpoints.shards import Cut, Placed, Shard, cut
 from bakehouse.checkpoints.whole import CheckpointFile
 from bakehouse.errors import CheckpointError, HostError, NotFound, UsageError
 from bakehouse.progress import Bar, Progress
+from bakehouse.util.files import file_lock
 
 WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 NOTE = ".bakehouse-reshard.json"
@@ -180,16 +181,13 @@ def _check_places(folder: Path, out: Path) -> None:
 @contextmanager
 def _alone(part: Path) -> Iterator[None]:
     """Keep a second reshard from the same output."""
-    from filelock import FileLock, Timeout  # `plan` passes through this room
-
-    guard = Path(str(part) + ".lock")
-    try:
-        with FileLock(guard, timeout=0):
-            yield
-            guard.unlink(missing_ok=True)
-    except Timeout as error:
-        what = "another reshard writes to this output"
-        raise HostError(what, where=str(part), hint="wait for it to end") from error
+    busy = HostError(
+        "another reshard writes to this output", where=str(part), hint="wait for it to end"
+    )
+    lock = Path(f"{part}.lock")
+    with file_lock(lock, str(part), lambda _: None, busy=busy):
+        yield
+        lock.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 import requests
 import urllib3
 
+from bakehouse.atomic import fsync_folder
 from bakehouse.errors import HostError
 from bakehouse.ports.clock import Clock
 from bakehouse.ports.http import HttpStatus, Unreachable, is_loopback
@@ -200,11 +201,7 @@ class Download:
         """Rename the whole file into place, and have both on disk before saying so."""
         os.replace(self.part, self.target)
         self.note.unlink(missing_ok=True)
-        folder = os.open(self.target.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        fsync_folder(self.target.parent)
 
     def _check_room(self, wanted: int) -> None:
         free = shutil.disk_usage(self.target.parent).free

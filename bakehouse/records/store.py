@@ -29,6 +29,7 @@ from bakehouse.records.index import Entry, Index
 from bakehouse.records.model import Answer, Failure, Record, StepRecord, SuiteRecord
 from bakehouse.records.note import add_record
 from bakehouse.redact import Redactor, secret_values
+from bakehouse.util.text import size_text
 
 UNFINISHED = "unfinished"
 """The verdict of a run that has not ended, or never could end."""
@@ -309,7 +310,7 @@ def _explained(state: Path) -> Iterator[None]:
     except OSError as error:
         free = ""
         with suppress(OSError):
-            free = f" ({shutil.disk_usage(state).free / 2**20:.0f} MiB free)"
+            free = f" ({size_text(shutil.disk_usage(state).free)} free)"
         raise HostError(
             f"the record of this run cannot be written: {error.strerror or error}",
             where=f"{error.filename or state}{free}",

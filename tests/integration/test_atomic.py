@@ -51,7 +51,7 @@ WRITERS = {
     "vendored diff": (
         "patches/o/n/7.diff",
         (
-            "from bakehouse.sources.files import write_atomic\n"
+            "from bakehouse.util.files import write_atomic\n"
             "write_atomic(folder / 'patches/o/n/7.diff', b'x' * 100_000)"
         ),
     ),
