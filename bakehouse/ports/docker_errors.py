@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound
+from bakehouse.ports.http import is_loopback
 from bakehouse.redact import without_credentials
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _DIGEST_LOGIN = "log in with 'docker login', as an account that may read it"
 
 
@@ -146,7 +146,7 @@ def unreachable(error: BaseException, host: str, origin: str) -> HostError:
     for cause in _chain(error):
         if known := _by_cause(cause, where, parts):
             return known
-    near = parts.scheme == "unix" or parts.hostname in LOOPBACK
+    near = parts.scheme == "unix" or is_loopback(host)
     start = "start it: " + ("" if os.geteuid() == 0 else "sudo ") + "systemctl start docker; or "
     return HostError(
         "no Docker Engine answers", where=where, id="docker-daemon",

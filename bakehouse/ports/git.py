@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from bakehouse.errors import HostError, UsageError
+from bakehouse.ports.http import is_loopback
 from bakehouse.ports.process import Processes, environment
 from bakehouse.redact import clean, without_credentials
 
@@ -113,7 +114,7 @@ def check_url(url: str) -> str:
     host = parts.hostname or ""
     if not host or host.startswith("-") or (parts.username or "").startswith("-"):
         raise refuse("it names no host", usual)
-    if scheme == "http" and host not in ("localhost", "127.0.0.1", "::1"):
+    if scheme == "http" and not is_loopback(url):
         raise refuse("http can be changed on its way", "use https")
     return scheme
 

@@ -20,8 +20,8 @@ from bakehouse.plan.container import NONCE, SERVER, container_name
 from bakehouse.plan.types import ServePlan
 from bakehouse.ports.docker import ContainerFacts, Docker, Mount
 from bakehouse.ports.docker_engine import REMEMBERED_S, RealDocker
-from bakehouse.ports.docker_errors import LOOPBACK
 from bakehouse.ports.docker_where import find_endpoint
+from bakehouse.ports.http import is_loopback
 from bakehouse.preflight.volumes import reaches
 from bakehouse.serve.processes import is_in, tree
 
@@ -227,7 +227,7 @@ def refuse_remote(host: str) -> None:
     """Raise HostError for an engine on another machine: neither files nor ports are ours there."""
     parts = urlsplit(host)
     name = parts.hostname or ""
-    if parts.scheme in ("tcp", "http", "https", "ssh") and name not in LOOPBACK:
+    if parts.scheme in ("tcp", "http", "https", "ssh") and not is_loopback(host):
         raise HostError(
             f"the Docker Engine is on another machine: {name}", where=host, id="docker-remote",
             hint="weights are mounted from this machine, and proven on its loopback: run Bakehouse "

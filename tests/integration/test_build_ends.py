@@ -175,7 +175,7 @@ def test_the_one_that_waits_builds_when_the_other_is_killed(
     (tmp_path / "slow").write_text("0")
     second = Driver(tmp_path, "compile")
     drivers.append(second)
-    second.until("waiting for it")
+    second.until("waiting for another process")
     first.child.kill()
     assert second.result()["reused"] is False
 
