@@ -6,8 +6,10 @@ step, a log line, a request) and *hint* (what to do about it).
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
@@ -141,6 +143,30 @@ class HostError(BakehouseError):
 
     exit_code = 9
     default_id = "environment"
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether the disk, the quota or the largest file size is used up."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def os_error(
+    error: OSError,
+    what: str,
+    folder: PathLike[str],
+    hint: str,
+    id: str = "disk",  # noqa: A002 - the field's name in the JSON document
+) -> HostError:
+    """Make the error for a file below `folder` that cannot be read or written.
+
+    The id `disk` becomes `disk-full` if the disk is full.
+    """
+    return HostError(
+        f"{what}: {error.strerror or error}",
+        where=str(error.filename2 or error.filename or folder),
+        hint=hint,
+        id="disk-full" if id == "disk" and is_disk_full(error) else id,
+    )
 
 
 class Interrupted(BakehouseError):

@@ -6,7 +6,6 @@ it was ended, asking for the same cut again goes on from what is whole, and veri
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ from bakehouse.checkpoints.reader import FileSource
 from bakehouse.checkpoints.safetensors import SafetensorsHeader, read_safetensors
 from bakehouse.checkpoints.shards import Cut, Placed, Shard, cut
 from bakehouse.checkpoints.whole import CheckpointFile
-from bakehouse.errors import CheckpointError, HostError, NotFound, UsageError
+from bakehouse.errors import CheckpointError, HostError, NotFound, UsageError, is_disk_full
 from bakehouse.progress import Bar, Progress
 from bakehouse.util.files import file_lock
 
@@ -33,7 +32,6 @@ MARGIN = 64 * 2**20
 """Bytes of disk that are left free."""
 WRITERS = 2
 """Shards that are written at the same time."""
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @dataclass(frozen=True)
@@ -200,7 +198,7 @@ def _explained(out: Path) -> Iterator[None]:
         what = "a shard became shorter while it was read"
         raise CheckpointError(what, where=where, hint=hint) from error
     except OSError as error:
-        if error.errno not in _FULL:
+        if not is_disk_full(error):
             raise
         raise HostError(
             "the disk became full", where=str(out), id="disk-full",

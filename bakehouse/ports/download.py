@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -14,7 +13,7 @@ import requests
 import urllib3
 
 from bakehouse.atomic import fsync_folder
-from bakehouse.errors import HostError
+from bakehouse.errors import HostError, is_disk_full, os_error
 from bakehouse.ports.clock import Clock
 from bakehouse.ports.http import HttpStatus, Unreachable, is_loopback
 from bakehouse.ports.transport import exchange, why
@@ -27,7 +26,6 @@ SILENCE_S = 60.0
 LONGEST_WAIT_S = 300.0
 """A host that asks for a longer pause is not waited for."""
 CHUNK = 2**18
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Download:
@@ -209,14 +207,10 @@ class Download:
             raise self._no_room(f"{wanted:,} bytes are missing and {free:,} are free")
 
     def _disk(self, error: OSError) -> HostError:
-        if error.errno in _FULL:
+        if is_disk_full(error):
             return self._no_room(error.strerror or "no space")
-        return HostError(
-            f"the download cannot be written: {error.strerror or error}",
-            where=str(error.filename or self.target.parent),
-            hint="see that the folder exists and may be written to, or set BAKEHOUSE_HOME",
-            id="disk",
-        )
+        hint = "check that the folder exists and is writable, or set BAKEHOUSE_HOME"
+        return os_error(error, "the download cannot be written", self.target.parent, hint)
 
     def _no_room(self, observed: str) -> HostError:
         return HostError(

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from bakehouse import atomic
 from bakehouse.base import plain, to_json
 from bakehouse.checks import Check, not_passed
-from bakehouse.errors import BakehouseError, HostError, NotFound
+from bakehouse.errors import BakehouseError, NotFound, os_error
 from bakehouse.places import Places
 from bakehouse.ports.clock import Clock
 from bakehouse.progress import Progress
@@ -311,13 +311,16 @@ def _explained(state: Path) -> Iterator[None]:
         free = ""
         with suppress(OSError):
             free = f" ({size_text(shutil.disk_usage(state).free)} free)"
-        raise HostError(
-            f"the record of this run cannot be written: {error.strerror or error}",
-            where=f"{error.filename or state}{free}",
-            hint="free some space or mend the permissions there, or set BAKEHOUSE_HOME to a folder "
+        failed = os_error(
+            error,
+            "the record of this run cannot be written",
+            state,
+            "free some space or fix the permissions there, or set BAKEHOUSE_HOME to a folder "
             "that can be written",
-            id="state-not-writable",
-        ) from error
+            "state-not-writable",
+        )
+        failed.where = f"{failed.where}{free}"
+        raise failed from error
 
 
 def _make_folder(runs: Path, task: str, recipe: str | None, now: datetime) -> tuple[str, Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -10,12 +9,11 @@ from pathlib import Path
 
 from bakehouse.atomic import fsync_folder
 from bakehouse.context import Context
-from bakehouse.errors import HostError, LockError
+from bakehouse.errors import LockError, os_error
 from bakehouse.progress import Silent
 from bakehouse.redact import clean
 from bakehouse.util.files import file_lock, sha256_file
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 SHOWN = 2**28
 """Bytes; hashing so large a file takes long enough to say that it is done."""
 
@@ -26,12 +24,8 @@ def explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise HostError(
-            f"files cannot be kept: {error.strerror or error}",
-            where=str(error.filename2 or error.filename or folder),
-            hint="see what is in the way there, free some space, or set BAKEHOUSE_HOME",
-            id="disk-full" if error.errno in FULL else "disk",
-        ) from error
+        hint = "check permissions and free space there, or set BAKEHOUSE_HOME"
+        raise os_error(error, "files cannot be written", folder, hint) from error
 
 
 def guarded(ctx: Context, lock_file: Path, what: str) -> AbstractContextManager[None]:

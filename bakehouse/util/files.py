@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bakehouse import atomic
-from bakehouse.errors import BakehouseError, HostError
+from bakehouse.errors import BakehouseError, os_error
 
 HASH_CHUNK = 2**19
 """Bytes read at once: they fit in a core's own cache."""
@@ -64,12 +64,8 @@ def file_lock(
             say(f"waiting for another process that is working on {what}")
             lock.acquire()
     except OSError as error:
-        raise HostError(
-            f"cannot lock {what}: {error.strerror or error}",
-            where=str(path),
-            hint="check that the folder is writable, or set BAKEHOUSE_HOME",
-            id="disk",
-        ) from error
+        hint = "check that the folder is writable, or set BAKEHOUSE_HOME"
+        raise os_error(error, f"cannot lock {what}", path, hint) from error
     try:
         yield
     finally:
