@@ -9,7 +9,6 @@ from pathlib import Path
 
 from bakehouse.places import Places
 from bakehouse.ports.clock import Clock, RealClock
-from bakehouse.ports.docker import Docker
 from bakehouse.ports.docker_engine import RealDocker
 from bakehouse.ports.http import Http, RealHttp
 from bakehouse.ports.process import Processes, RealProcesses
@@ -27,7 +26,7 @@ class Context:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     processes: Processes = field(default_factory=RealProcesses)
     http: Http = field(default_factory=RealHttp)
-    docker: Docker = field(default_factory=RealDocker)
+    docker: RealDocker = field(default_factory=RealDocker)
     clock: Clock = field(default_factory=RealClock)
     progress: Progress = field(default_factory=Silent)
     redactor: Redactor = field(default_factory=Redactor)

@@ -6,7 +6,7 @@ This module is imported wherever a context is; `requests` is imported with the f
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -46,6 +46,19 @@ class Unreachable(Exception):
         super().__init__(why)
         self.why = why
         self.refused = refused
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """The error and all that it wraps; requests and urllib3 keep causes in `args` and `reason`."""
+    seen: set[int] = set()
+    left: list[Any] = [error]
+    while left:
+        one = left.pop(0)
+        if not isinstance(one, BaseException) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        left += [one.__cause__, one.__context__, getattr(one, "reason", None), *one.args]
 
 
 def web_fault(url: str) -> str | None:

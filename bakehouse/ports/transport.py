@@ -19,7 +19,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from bakehouse import __version__
-from bakehouse.ports.http import Reply, Unreachable, is_loopback
+from bakehouse.ports.http import Reply, Unreachable, causes_of, is_loopback
 from bakehouse.redact import clean
 
 MAX_REDIRECTS = 8
@@ -189,19 +189,6 @@ def exchange(
     raise Unreachable(f"redirected more than {MAX_REDIRECTS} times")
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and everything below it, however requests and urllib3 wrapped it."""
-    todo: list[Any] = [error]
-    seen: set[int] = set()
-    while todo:
-        inner = todo.pop()
-        if not isinstance(inner, BaseException) or id(inner) in seen:
-            continue
-        seen.add(id(inner))
-        yield inner
-        todo += [inner.__cause__, inner.__context__, getattr(inner, "reason", None), *inner.args]
-
-
 _REASONS: tuple[tuple[type[BaseException], str], ...] = (
     (socket.gaierror, "the host's name is not known"),
     (urllib3.exceptions.NameResolutionError, "the host's name is not known"),
@@ -229,7 +216,7 @@ def why(error: BaseException) -> Unreachable:
     """Put what went wrong into words."""
     if isinstance(error, Unreachable):
         return error
-    causes = list(_causes(error))
+    causes = list(causes_of(error))
     for kind, words in _REASONS:
         if any(isinstance(cause, kind) for cause in causes):
             return Unreachable(words, refused=kind is ConnectionRefusedError)

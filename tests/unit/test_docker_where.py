@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bakehouse.errors import BakehouseError
-from bakehouse.ports import docker_connect, docker_engine
+from bakehouse.ports import docker_engine
 from bakehouse.ports.docker_engine import RealDocker
 
 
@@ -47,7 +47,7 @@ def asked(**env: str) -> BakehouseError:
 def test_what_is_no_address_is_told_before_it_is_asked(
     host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(docker_connect, "connect", never)
+    monkeypatch.setattr(docker_engine, "connect", never)
     error = asked(DOCKER_HOST=host)
     assert (error.id, error.where) == ("docker-host", "DOCKER_HOST")
     assert "secret" not in f"{error.what} {error.hint}"
@@ -71,7 +71,7 @@ def test_a_socket_that_nobody_listens_at(short: Path) -> None:
 
 @pytest.mark.parametrize("way", ["accepts", "never-accepts", "full"])
 def test_one_that_hangs(short: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(docker_connect, "KNOCK_S", 1)
+    monkeypatch.setattr(docker_engine, "PING_S", 1)
     held: list[socket.socket] = []
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(f"{short}/sock")
@@ -91,7 +91,7 @@ def test_one_that_hangs(short: Path, monkeypatch: pytest.MonkeyPatch, way: str) 
         assert (error.id, time.monotonic() - began < 15) == ("docker-timeout", True)
         # Remembered for a moment: nobody knocks again.
         monkeypatch.setattr(docker_engine, "REMEMBERED_S", 60.0)
-        monkeypatch.setattr(docker_connect, "connect", never)
+        monkeypatch.setattr(docker_engine, "connect", never)
         assert asked(DOCKER_HOST=f"unix://{short}/sock").id == "docker-timeout"
     for each in held:
         each.close()

@@ -16,11 +16,17 @@ from bakehouse.errors import BuildFailed, HostError, UsageError
 from bakehouse.lock import ImagePin, Lock
 from bakehouse.plan.dockerfile import render
 from bakehouse.plan.image_build import definitions_of, expected_of, plan_image_build
-from bakehouse.ports.docker import ContainerSpec, Mount, Published
-from bakehouse.ports.docker_engine import registry_of
+from bakehouse.ports.docker import (
+    ContainerSpec,
+    Mount,
+    Published,
+    container_facts,
+    create_body,
+    engine_facts,
+    gpu_request,
+)
+from bakehouse.ports.docker_engine import DEFAULT, find_endpoint, registry_of
 from bakehouse.ports.docker_errors import explain, unreachable
-from bakehouse.ports.docker_facts import container_facts, create_body, engine_facts, gpu_request
-from bakehouse.ports.docker_where import DEFAULT, find_endpoint
 from bakehouse.recipe.model import Build, Container, Recipe
 from bakehouse.sources.oci import parse
 from tests.support.recipes import recipe_data
