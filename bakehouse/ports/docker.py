@@ -337,7 +337,7 @@ def create_body(spec: ContainerSpec, *, cdi: bool = False) -> dict[str, Any]:
         "CapDrop": ["ALL"] if spec.drop_capabilities else None,
         "DeviceRequests": [gpu_request(spec.gpus, cdi=cdi)] if spec.gpus else None,
     }
-    body = {
+    body: dict[str, Any] = {
         "Image": spec.image,
         "Cmd": list(spec.argv) or None,
         "Entrypoint": None if spec.entrypoint is None else list(spec.entrypoint) or [""],

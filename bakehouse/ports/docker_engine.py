@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
-import http.client
 import json
 import math
 import os
@@ -583,6 +582,8 @@ def _ping(path: str) -> tuple[int, str]:
 
     Not through the SDK, which hides the system's error, and leaks a socket that cannot connect.
     """
+    import http.client  # slow to import
+
     if not stat.S_ISSOCK(os.stat(path).st_mode):
         raise FileExistsError(errno.EEXIST, "no socket", path)
     with socket.socket(socket.AF_UNIX) as one:

@@ -15,8 +15,7 @@ import urllib3
 from bakehouse.atomic import fsync_folder
 from bakehouse.errors import HostError, is_disk_full, os_error
 from bakehouse.ports.clock import Clock
-from bakehouse.ports.http import HttpStatus, Unreachable, is_loopback
-from bakehouse.ports.transport import exchange, why
+from bakehouse.ports.http import HttpStatus, Unreachable, exchange, is_loopback, why
 from bakehouse.redact import clean, without_credentials
 from bakehouse.util.retry import BUSY, Retry, TransientError, asks_to_return, retry_after
 

@@ -100,7 +100,7 @@ def check_url(url: str) -> str:
     except ValueError as error:
         raise refuse(f"it is malformed ({error})", usual) from None
     if scheme not in ("https", "http", "ssh", "file"):
-        raise refuse(f"'{clean(scheme)}' is not spoken", "use https, ssh or file")
+        raise refuse(f"unsupported scheme '{clean(scheme)}'", "use https, ssh or file")
     if parts.query or parts.fragment:
         raise refuse("it has a query or a fragment", usual)
     if parts.password is not None or (parts.username is not None and scheme != "ssh"):

@@ -170,7 +170,7 @@ def test_a_redirect_to_no_address_says_so(
     host: FileHost, http: RealHttp, to: str, tmp_path: Path
 ) -> None:
     host.put("/", b"", redirect(to), redirect(to))
-    named = "redirected to an address that is none|a header of the answer is malformed"
+    named = "redirected to an invalid URL|a header of the answer is malformed"
     with pytest.raises(Unreachable, match=named):
         http.ask("GET", host.at("/"))
     with pytest.raises(HostError, match=named):

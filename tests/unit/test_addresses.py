@@ -9,14 +9,13 @@ import pytest
 
 from bakehouse.context import Context
 from bakehouse.errors import UsageError
-from bakehouse.ports.http import Unreachable, is_loopback, web_fault
-from bakehouse.ports.transport import _next_hop
+from bakehouse.ports.http import Unreachable, _next_hop, is_loopback, web_fault
 from bakehouse.sources.upstream import SETTING, host_of
 
 WRONG = {
-    "ftp://127.0.0.1/x": "'ftp' is not spoken",
-    "file:///etc/passwd": "'file' is not spoken",
-    "ssh://git@host/x": "'ssh' is not spoken",
+    "ftp://127.0.0.1/x": "unsupported scheme 'ftp'",
+    "file:///etc/passwd": "unsupported scheme 'file'",
+    "ssh://git@host/x": "unsupported scheme 'ssh'",
     "git@github.com:owner/name": "no scheme",
     "127.0.0.1:8000": "no scheme",
     "localhost": "no scheme",
