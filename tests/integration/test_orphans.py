@@ -12,8 +12,13 @@ from pathlib import Path
 import pytest
 
 from bakehouse.ports.guard import descendants
-from bakehouse.ports.orphans import end_orphans
-from bakehouse.ports.process import GUARD, Finished, RealProcesses, environment
+from bakehouse.ports.process import (
+    GUARD,
+    Finished,
+    RealProcesses,
+    end_orphans,
+    environment,
+)
 
 pytestmark = pytest.mark.integration
 
