@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bakehouse.errors import HostError, NotFound
-from bakehouse.logs import debug
+from bakehouse.logs import event
 from bakehouse.ports.docker import (
     ARCHITECTURES,
     OURS,
@@ -465,7 +465,7 @@ class RealDocker:
         try:
             yield client
         except APIError as error:
-            debug("docker", where=where, status=error.status_code, said=str(error.explanation))
+            event("docker", where=where, status=error.status_code, said=str(error.explanation))
             raise explain(str(error.explanation or error), where) from None
         except (DockerException, RequestException, HTTPError) as error:
             self._client = None  # the next request pings again

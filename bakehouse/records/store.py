@@ -22,6 +22,7 @@ from bakehouse import atomic
 from bakehouse.base import plain, to_json
 from bakehouse.checks import Check, not_passed
 from bakehouse.errors import BakehouseError, NotFound, os_error
+from bakehouse.logs import event, run_events
 from bakehouse.places import Places
 from bakehouse.ports.clock import Clock
 from bakehouse.progress import Progress
@@ -55,6 +56,10 @@ class Ended(Protocol):
 
     @property
     def code(self) -> int: ...  # noqa: D102
+
+
+EVENTS = "events.jsonl"
+"""In a run's folder: one JSON document for each step, appended as it ends."""
 
 
 class StepRun:
@@ -107,11 +112,15 @@ class Run:
             run = cls(ctx, task, recipe_name, ctx.clock.now())
             run._write(UNFINISHED, exit_code=1, ok=False)
         try:
-            yield run
+            with run_events(run.folder / EVENTS, ctx.redactor):
+                yield run
         except BaseException as error:
             add_record(error, str(run.folder))
             run._end_with(error)
             raise
+        finally:
+            with suppress(OSError):
+                run._hide_in(run.folder / EVENTS)
         verdict, code = run._verdict()
         with _explained(ctx.places.state):
             run._write(verdict, exit_code=code, ok=code == 0)
@@ -140,7 +149,7 @@ class Run:
         finally:
             with suppress(OSError):
                 self._hide_in(log)
-            self._steps[number] = StepRecord(
+            self._steps[number] = ended = StepRecord(
                 id=id,
                 argv=tuple(argv),
                 started=_utc(started),
@@ -148,6 +157,7 @@ class Run:
                 code=step.code,
                 log=log.name if log.exists() else None,
             )
+            event("step", run=self.id, **ended.to_data())
         self.save()
 
     def check(self, *checks: Check) -> None:
