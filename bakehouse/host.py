@@ -1,6 +1,6 @@
-"""What this machine is: architecture, cores, memory, and what others use of it.
+"""This machine: architecture, cores, memory and GPUs.
 
-Memory that can be had is `MemAvailable`, never `MemFree`: the page cache counts as available.
+Available memory is `MemAvailable`, never `MemFree`: the page cache can be reclaimed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class HostFacts(Frozen):
     """Cores that this process may use."""
     cpu_model: str
     cpu_flags: str
-    """The kernel's list of CPU features, sorted; empty where it gives none."""
+    """The kernel's list of CPU features, sorted; may be empty."""
     memory_total: int
     memory_available: int
     memory_free: int = 0
-    """What nothing lies in; the rest of what is available is page cache that can be reclaimed."""
+    """Unused; the rest of what is available is page cache that can be reclaimed."""
 
 
 def read_host(proc: Path = Path("/proc")) -> HostFacts:
-    """Ask this machine; `proc` is replaced in tests."""
+    """Read /proc; `proc` is replaced in tests."""
     memory = _colon_table(proc / "meminfo")
     cpu = _colon_table(proc / "cpuinfo")
     return HostFacts(
@@ -50,7 +50,7 @@ def read_host(proc: Path = Path("/proc")) -> HostFacts:
 
 
 def _colon_table(path: Path) -> dict[str, str]:
-    """First value of each `name : value` line; empty where the file cannot be read."""
+    """First value of each `name : value` line; empty if the file cannot be read."""
     table: dict[str, str] = {}
     try:
         text = path.read_text(errors="replace")

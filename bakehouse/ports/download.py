@@ -1,4 +1,4 @@
-"""A download that survives: resumed, retried with backoff, placed by a rename when it is whole."""
+"""Downloads that resume, retry with backoff, and are renamed into place once they are whole."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from bakehouse.util.retry import BUSY, Retry, TransientError, asks_to_return, re
 
 CONNECT_S = 20.0
 SILENCE_S = 60.0
-"""Without a byte for so long, the connection counts as lost."""
+"""The connection counts as lost after this long without a byte."""
 LONGEST_WAIT_S = 300.0
 """A host that asks for a longer pause is not waited for."""
 CHUNK = 2**18
 
 
 class Download:
-    """One file on its way. What has come so far is in `target.part`, its source in a note."""
+    """One file. What has arrived is in `target.part`, and its source in `target.part.json`."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Download:
         self._patched = True
 
     def run(self) -> bool:
-        """Fetch, resume and retry until the whole file is in place.
+        """Fetch, resume and retry until the whole file is in place. Raises HostError.
 
-        Give whether it was put together from several answers.
+        Return whether it was put together from several responses.
         """
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
@@ -63,18 +63,18 @@ class Download:
             self._place()
             return self._patched
         except TransientError as error:
-            way = "run it again then" if error.after else "check the network and run it again"
+            way = "try again later" if error.after else "check the network and run it again"
             raise HostError(
-                f"the download did not come to its end: {error.reason}",
+                f"the download failed: {error.reason}",
                 where=self.shown,
-                hint=f"{way}; what has come so far is kept and resumed",
+                hint=f"{way}; the partial download is kept and resumed",
                 id="download",
             ) from None
         except OSError as error:
             raise self._disk(error) from error
 
     def _attempt(self) -> None:
-        """Ask for what is missing and write it."""
+        """Request the missing bytes and write them."""
         have = self._resumable()
         if self.size is not None and have == self.size > 0:
             return
@@ -87,7 +87,7 @@ class Download:
             with exchange(
                 "GET", self.url, headers=sent, timeouts=(CONNECT_S, SILENCE_S)
             ) as response:
-                if self._judge(response, have):
+                if self._has_body(response, have):
                     self._receive(response, have if response.status_code == 206 else 0)
         except (requests.RequestException, urllib3.exceptions.HTTPError, Unreachable) as error:
             found = why(error)
@@ -96,8 +96,8 @@ class Download:
             near = found.refused and is_loopback(self.url)
             raise TransientError(found.why, nobody_listens=near) from error
 
-    def _judge(self, response: requests.Response, have: int) -> bool:
-        """Whether a body is to be received; False where all of it is here already."""
+    def _has_body(self, response: requests.Response, have: int) -> bool:
+        """Whether to receive the body; False if the part is whole already."""
         status = response.status_code
         if status == 200:
             return True
@@ -107,13 +107,13 @@ class Download:
             if begin == have and not changed and (self.size is None or total == self.size):
                 return True
             self._discard()
-            raise TransientError("the host answered with another part than was asked for", 0.0)
+            raise TransientError("the host sent another range than requested; starting over", 0.0)
         if status == 416 and have:
             _, total = _content_range(response.headers.get("Content-Range"))
             if total == have and self.size in (None, have):
                 return False
             self._discard()
-            raise TransientError("what was kept does not fit the file any more", 0.0)
+            raise TransientError("partial download does not match the file; starting over", 0.0)
         if status in BUSY:
             after = retry_after(response.headers)
             answer = f"the host answers {status} {clean(response.reason)}"
@@ -133,7 +133,7 @@ class Download:
             total = begin + int(length)
             self._expect(total, response.headers.get("Content-Type", ""))
         self._patched = begin > 0
-        self._check_room((total or 0) - begin)
+        self._check_space((total or 0) - begin)
         self._write_note(response, total)
         done = begin
         with self.part.open("r+b" if begin else "wb") as file:
@@ -142,7 +142,7 @@ class Download:
             for chunk in response.raw.stream(CHUNK, decode_content=False):
                 file.write(chunk)
                 done += len(chunk)
-                # A host that cuts off at the same place every time makes no progress.
+                # A host that always cuts off at the same place makes no progress.
                 if done > self._furthest:
                     self._retry.made_progress()
                     self._furthest = done
@@ -156,14 +156,14 @@ class Download:
             raise TransientError(f"the answer was cut off after {done:,} of {total:,} bytes")
 
     def _expect(self, total: int, kind: str = "") -> None:
-        """Refuse a file of another size than the caller knows that it has."""
+        """Raise HostError if the size is not the one that the caller expects."""
         if self.size is not None and total != self.size:
             self._discard()
             page = ", as an HTML page" if kind.startswith("text/html") else ""
             raise HostError(
-                f"the file has another size: {self.size:,} bytes expected, {total:,} offered{page}",
+                f"wrong size: {self.size:,} bytes expected, {total:,} offered{page}",
                 where=self.shown,
-                hint="the host serves other content under this name than what was pinned",
+                hint="the host now serves other content under this name than what is pinned",
                 id="download-size",
             )
 
@@ -179,7 +179,7 @@ class Download:
         self.note.write_text(json.dumps(note))
 
     def _resumable(self) -> int:
-        """How many bytes can be kept; anything of unknown origin is discarded."""
+        """Bytes of the part that can be kept; a part of unknown origin is deleted."""
         try:
             have = self.part.stat().st_size
         except FileNotFoundError:
@@ -195,34 +195,34 @@ class Download:
         self.note.unlink(missing_ok=True)
 
     def _place(self) -> None:
-        """Rename the whole file into place, and have both on disk before saying so."""
+        """Rename the whole file into place, and sync the folder."""
         os.replace(self.part, self.target)
         self.note.unlink(missing_ok=True)
         fsync_folder(self.target.parent)
 
-    def _check_room(self, wanted: int) -> None:
+    def _check_space(self, wanted: int) -> None:
         free = shutil.disk_usage(self.target.parent).free
         if wanted > free:
-            raise self._no_room(f"{wanted:,} bytes are missing and {free:,} are free")
+            raise self._disk_full(f"{wanted:,} bytes needed, {free:,} free")
 
     def _disk(self, error: OSError) -> HostError:
         if is_disk_full(error):
-            return self._no_room(error.strerror or "no space")
+            return self._disk_full(error.strerror or "no space")
         hint = "check that the folder exists and is writable, or set BAKEHOUSE_HOME"
         return os_error(error, "the download cannot be written", self.target.parent, hint)
 
-    def _no_room(self, observed: str) -> HostError:
+    def _disk_full(self, observed: str) -> HostError:
         return HostError(
             f"the disk is full: {observed}",
             where=str(self.target.parent),
-            hint="free some space and run it again (what has come so far is kept and resumed), "
+            hint="free some space and run it again (the partial download is kept and resumed), "
             "or set BAKEHOUSE_HOME to a larger disk",
             id="disk-full",
         )
 
 
 def _validator(response: requests.Response) -> str | None:
-    """What If-Range may compare: a strong ETag, or else the modification date."""
+    """The value for If-Range: a strong ETag, or else the modification date."""
     etag = response.headers.get("ETag")
     if etag and not etag.startswith("W/"):
         return str(etag)
@@ -230,7 +230,7 @@ def _validator(response: requests.Response) -> str | None:
 
 
 def _content_range(value: str | None) -> tuple[int | None, int | None]:
-    """First byte and total of `bytes 10-99/100` or `bytes */100`; None for what is not there."""
+    """First byte and total of `bytes 10-99/100` or `bytes */100`; None for a missing one."""
     unit, _, rest = (value or "").partition(" ")
     span, _, total = rest.partition("/")
     begin = span.partition("-")[0]
@@ -241,10 +241,10 @@ def _content_range(value: str | None) -> tuple[int | None, int | None]:
 
 def _status_hint(status: int) -> str:
     hints = {
-        401: "the host wants a login: see that the right token is set",
-        403: "the host knows you and says no, or wants terms to be accepted first",
-        404: "see that the address is right and that the file is still there",
-        410: "the file was taken away",
-        451: "the file was taken away for legal reasons",
+        401: "login required: check that the right token is set",
+        403: "access denied: check permissions, or accept the terms in a browser",
+        404: "check the address; the file may have been removed",
+        410: "the file was removed",
+        451: "the file was removed for legal reasons",
     }
-    return hints.get(status, "open the address in a browser to see what the host says")
+    return hints.get(status, "open the address in a browser to see the reason")

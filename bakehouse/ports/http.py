@@ -40,7 +40,7 @@ _PRIVATE_HEADERS = frozenset({"authorization", "cookie", "proxy-authorization"})
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server answered. `seconds` is from sending to the last byte that was read."""
+    """A response. `seconds` is from sending to the last byte that was read."""
 
     status: int
     headers: Mapping[str, str]
@@ -53,7 +53,7 @@ class Reply:
         return self.body.decode(errors="replace")
 
     def json(self) -> Any:
-        """Parse the body; ValueError where it is not JSON."""
+        """Parse the body. Raises ValueError if it is not JSON."""
         try:
             return json.loads(self.body)
         except RecursionError as error:
@@ -61,7 +61,7 @@ class Reply:
 
 
 class Unreachable(Exception):
-    """No answer: refused, reset, timed out, too long, or not HTTP. `why` is for people."""
+    """No usable response: refused, reset, timed out, too long, or not HTTP. `why` is a message."""
 
     def __init__(self, why: str, *, refused: bool = False) -> None:
         super().__init__(why)
@@ -389,7 +389,7 @@ def _ask(
 
 
 class HttpStatus(HostError):
-    """A download was answered with a status that no retry will change."""
+    """A download got a status that no retry will change."""
 
     default_id: ClassVar[str] = "http-status"
 
@@ -408,7 +408,7 @@ class HttpStatus(HostError):
 
 
 class Http(Protocol):
-    """The HTTP port."""
+    """HTTP requests and downloads."""
 
     def ask(
         self,
@@ -420,7 +420,7 @@ class Http(Protocol):
         timeout: float = 30.0,
         max_bytes: int = 8 * 2**20,
     ) -> Reply:
-        """Ask once, no retry; `timeout` (seconds) bounds it all. Raises Unreachable."""
+        """Send one request, no retry; `timeout` (seconds) limits all of it. Raises Unreachable."""
 
     def download(
         self,
@@ -435,8 +435,8 @@ class Http(Protocol):
         """Fetch to `target`, through `target.part`, resuming what is there. Raises HostError.
 
         `on_bytes` gets bytes done and total; transient failures are retried with backoff, and
-        Retry-After is honoured; `on_wait` is told of each before its pause. Give whether the file
-        was put together from several answers. The caller verifies the hash.
+        Retry-After is obeyed; `on_wait` gets a line before each pause. Return whether the file was
+        put together from several responses. The caller verifies the hash.
         """
 
 

@@ -89,7 +89,7 @@ class Captured:
 
 
 class Processes(Protocol):
-    """The process port."""
+    """Runs child processes."""
 
     def run(
         self,
@@ -117,7 +117,7 @@ class Processes(Protocol):
 
 
 class RealProcesses:
-    """The process port on this machine."""
+    """Runs child processes on this machine."""
 
     def run(
         self,

@@ -330,7 +330,7 @@ def test_download_does_not_retry_a_final_status(
 
 def test_download_refuses_another_size(host: FileHost, http: RealHttp, tmp_path: Path) -> None:
     host.put("/f", DATA)
-    with pytest.raises(HostError, match="another size"):
+    with pytest.raises(HostError, match="wrong size"):
         http.download(host.at("/f"), tmp_path / "f", size=len(DATA) - 1)
     assert list(tmp_path.iterdir()) == []
 
