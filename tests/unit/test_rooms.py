@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "bakehouse"
 
 ROOMS = (
-    "errors", "base", "atomic", "util", "checks", "places", "progress", "redact", "logs", "ports", "host",
-    "recipe", "lock", "records", "context", "outcome", "signatures", "elf", "checkpoints",
+    "errors", "base", "atomic", "util", "checks", "places", "progress", "redact", "logs", "ports",
+    "host", "recipe", "lock", "records", "context", "outcome", "signatures", "elf", "checkpoints",
     "memory", "sources", "toolkit", "toolchain", "engines", "resolve", "preflight", "plan",
     "build", "probe", "serve", "patches", "nightly", "console", "commands", "cli",
 )  # fmt: skip
