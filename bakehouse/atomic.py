@@ -1,8 +1,8 @@
-"""Files that are replaced whole or not at all, and what a writer leaves that is killed meanwhile.
+"""Atomic writes, and the removal of half-written files of killed writers.
 
-A new file is written beside its target, under a name that nothing else has, and held with a lock
-that the kernel lets go of when the writer ends, however it ends. So whoever writes into that folder
-next can tell a half-written file that was left behind from one that is still being written.
+A new file is written beside its target under a unique name, and locked. The kernel releases the
+lock when the writer ends, however it ends, so that the next writer in that folder can tell a
+leftover from a file that is still being written.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import IO
 
 SUFFIX = ".bakehouse-part"
-"""Ends the name of every half-written file; `.gitignore` knows it."""
+"""Suffix of every half-written file; `.gitignore` lists it."""
 ATTEMPTS = 100
 
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True) -> Iterator[IO[bytes]]:
-    """Give a file to write, which takes the place of `path` when the block ends without an error.
+    """Open a new file that replaces `path` when the block ends without an error.
 
-    With `sync` it is on disk by then, after a power cut as well. Makes no folder. Raises OSError.
+    With `sync` it survives a power cut. Does not make folders. Raises OSError.
     """
     sweep(path.parent)
     part, file = _begin(path)
@@ -44,13 +44,13 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[IO[bytes]]:
 
 
 def write(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Replace a file by `data`: a reader sees the old one or the new one, whole. Raises OSError."""
+    """Replace a file by `data`; readers see the old file or the new one, whole. Raises OSError."""
     with replacing(path, sync=sync) as file:
         file.write(data)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Have a folder's entries on disk."""
+    """Sync a folder's entries to disk. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -59,7 +59,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def _begin(path: Path) -> tuple[Path, IO[bytes]]:
-    """Make a file that is ours; one that was swept before it was locked is made again."""
+    """Make and lock a file; one that was swept before it was locked is made again."""
     for _ in range(ATTEMPTS):
         part = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}{SUFFIX}")
         handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -71,21 +71,21 @@ def _begin(path: Path) -> tuple[Path, IO[bytes]]:
         except (FileNotFoundError, BlockingIOError):
             pass
         file.close()
-    raise OSError(errno.EAGAIN, "somebody removes what is being written", str(path))
+    raise OSError(errno.EAGAIN, "the temporary file was deleted by another process", str(path))
 
 
 def _hold(handle: int) -> None:
-    """Hold a file that is ours; BlockingIOError where a sweeper was quicker, and removes it."""
+    """Lock a new file. Raises BlockingIOError if a sweeper was quicker."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
-    except OSError:  # a file system without locks: then nobody sweeps there
+    except OSError:  # a file system without locks is never swept
         return
 
 
 def sweep(folder: Path) -> int:
-    """Remove what writers left half-written that live no more; give how many files those were."""
+    """Remove half-written files of dead writers; return their number."""
     with suppress(OSError), os.scandir(folder) as entries:
         names = [e.name for e in entries if e.name[0] == "." and e.name.endswith(SUFFIX)]
         return sum(_removed(folder / name) for name in names)
@@ -93,7 +93,7 @@ def sweep(folder: Path) -> int:
 
 
 def _removed(part: Path) -> bool:
-    """Remove a half-written file that nobody holds."""
+    """Remove a half-written file unless it is locked."""
     try:
         handle = os.open(part, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""The base of every type that is written to disk, and how such a value is hashed."""
+"""Base class of types that are written to disk, their JSON and their digest."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Frozen(BaseModel):
-    """An immutable value with no room for unknown keys."""
+    """An immutable value that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data as it goes into JSON: keys under the names that files use."""
+        """Plain data for JSON, with the key names that files use."""
         return self.model_dump(mode="json", by_alias=True)
 
 
@@ -37,7 +37,7 @@ def digest(data: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Give data that JSON can hold: no NaN or infinity, no types of ours, keys that are text."""
+    """Convert to data that JSON can hold: no NaN or infinity, only plain types, keys as text."""
     if hasattr(value, "to_data"):
         return plain(value.to_data())
     if isinstance(value, Mapping):

@@ -1,7 +1,6 @@
-"""A check: what was expected, what was observed, where that can be seen, and the verdict.
+"""A check: what was expected, what was observed, where, and the verdict.
 
-Everything that Bakehouse judges is a check of this one form: accepting a build, readiness, a
-suite's answers. Unknown is never counted as passed.
+Build acceptance, readiness and probe suites all use it. Unknown never counts as passed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from bakehouse.base import Frozen
 
 
 class Verdict(StrEnum):
-    """What a check came to."""
+    """Result of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -21,7 +20,7 @@ class Verdict(StrEnum):
 
 
 class Check(Frozen):
-    """One judgement. `where` is a file and line, or a request and its answer."""
+    """One check. `where` is a file and line, or a request and its response."""
 
     id: str
     expected: str
@@ -52,6 +51,6 @@ def not_passed(checks: Iterable[Check]) -> tuple[Check, ...]:
 
 
 def all_passed(checks: Iterable[Check]) -> bool:
-    """Whether there is at least one check and every one passed: no evidence is no proof."""
+    """Whether every check passed, and there is at least one."""
     seen = tuple(checks)
     return bool(seen) and not not_passed(seen)

@@ -13,6 +13,7 @@ from bakehouse.checks import Check, Verdict
 from bakehouse.errors import BakehouseError
 from bakehouse.progress import Bar, Progress
 from bakehouse.redact import Redactor, clean
+from bakehouse.util.text import quantity as amount
 
 if TYPE_CHECKING:
     import rich.console
@@ -253,18 +254,6 @@ class _RichBar:
             words.append(clean(note, one_line=True)[:60])
         fields: dict[str, Any] = {"standing": ", ".join(words)}
         self._display.update(self._task, completed=done, total=total, **fields)
-
-
-def amount(value: float, unit: str) -> str:
-    """Write a number for people: bytes in binary units, anything else with its word."""
-    if unit != "B":
-        number = f"{value:.0f}" if value == int(value) else f"{value:.1f}"
-        return f"{number} {unit}".rstrip()
-    for name in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or name == "GiB":
-            break
-        value /= 1024
-    return f"{value:.0f} B" if name == "B" else f"{value:.1f} {name}"
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What a command works with: places, ports and a way to speak. Made once, at the edge."""
+"""What every command gets: folders, clients and progress. Made once, in `cli`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 from bakehouse.places import Places
 from bakehouse.ports.clock import Clock, RealClock
-from bakehouse.ports.docker import Docker
 from bakehouse.ports.docker_engine import RealDocker
 from bakehouse.ports.http import Http, RealHttp
 from bakehouse.ports.process import Processes, RealProcesses
@@ -19,16 +18,16 @@ from bakehouse.redact import Redactor
 
 @dataclass(frozen=True)
 class Context:
-    """Handed to every command; tests make their own."""
+    """Folders, clients and progress of one command; tests make their own."""
 
     places: Places
     recipes: Path
-    """The folder in which `--recipe NAME` is looked up."""
+    """The folder in which `--recipe NAME` is found."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     processes: Processes = field(default_factory=RealProcesses)
     http: Http = field(default_factory=RealHttp)
-    docker: Docker = field(default_factory=RealDocker)
+    docker: RealDocker = field(default_factory=RealDocker)
     clock: Clock = field(default_factory=RealClock)
     progress: Progress = field(default_factory=Silent)
     redactor: Redactor = field(default_factory=Redactor)
-    """Knows every secret that was met so far; records, logs and all that is printed pass it."""
+    """Knows all secrets seen so far; records, logs and all output pass through it."""

@@ -1,4 +1,4 @@
-"""One class a kind of failure; its exit code is what scripts and cron jobs see.
+"""Error classes, one for each exit code.
 
 An error has three parts, printed on three lines: *what* is wrong, *where* (a file and line, a
 step, a log line, a request) and *hint* (what to do about it).
@@ -6,8 +6,10 @@ step, a log line, a request) and *hint* (what to do about it).
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BakehouseError(Exception):
-    """Anything that Bakehouse can explain. `id` is stable and meant for scripts."""
+    """Base of all errors with an explanation. `id` is stable, for scripts."""
 
     exit_code: ClassVar[int] = 1
     default_id: ClassVar[str] = "unexpected"
@@ -46,7 +48,7 @@ class UsageError(BakehouseError):
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """One thing wrong with a file; prints as `file:line:column: message (hint)`.
+    """One error in a file; prints as `file:line:column: message (hint)`.
 
     `line` and `column` count from 1; 0 means that the place is not known.
     """
@@ -58,13 +60,13 @@ class Fault:
     hint: str | None = None
 
     def __str__(self) -> str:
-        """Give the form that editors and compilers share, so that a click opens the place."""
+        """Format as compilers do, so that editors can open the place."""
         place = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
         return f"{place}: {self.message}" + (f" ({self.hint})" if self.hint else "")
 
 
 class RecipeError(BakehouseError):
-    """A recipe is wrong; carries every fault that was found, not only the first."""
+    """A recipe is invalid; holds all of its faults, not only the first."""
 
     exit_code = 2
     default_id = "recipe"
@@ -91,19 +93,19 @@ class NotFound(BakehouseError):
         hint: str | None = None,
         id: str | None = None,  # noqa: A002 - the field's name in the JSON document
     ) -> Self:
-        """Make the error for a file, a folder or a recipe that was named and is not there."""
-        return cls(f"there is no {kind} '{name}'", where=where, hint=hint, id=id)
+        """Make the error for a file, folder or recipe that does not exist."""
+        return cls(f"{kind} '{name}' not found", where=where, hint=hint, id=id)
 
 
 class LockError(BakehouseError):
-    """A pin is missing, has drifted, or what was fetched does not match it."""
+    """A pin is missing, has drifted, or does not match the fetched content."""
 
     exit_code = 4
     default_id = "lock"
 
 
 class CheckpointError(LockError):
-    """A weight file is not what it should be: truncated, another format, corrupt or hostile."""
+    """A weight file is truncated, corrupt, hostile or of another format."""
 
     default_id = "checkpoint"
 
@@ -123,14 +125,14 @@ class BuildFailed(BakehouseError):
 
 
 class NotHealthy(BakehouseError):
-    """A server did not start, died, stalled or lost a feature that the recipe asks for."""
+    """A server did not start, died, stalled or lacks a feature that the recipe requires."""
 
     exit_code = 7
     default_id = "not-healthy"
 
 
 class NotCorrect(BakehouseError):
-    """A server runs and answers, and the answers are wrong."""
+    """A server answers, but wrongly."""
 
     exit_code = 8
     default_id = "not-correct"
@@ -143,8 +145,32 @@ class HostError(BakehouseError):
     default_id = "environment"
 
 
+def is_disk_full(error: OSError) -> bool:
+    """Whether the disk, the quota or the largest file size is used up."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def os_error(
+    error: OSError,
+    what: str,
+    folder: PathLike[str],
+    hint: str,
+    id: str = "disk",  # noqa: A002 - the field's name in the JSON document
+) -> HostError:
+    """Make the error for a file below `folder` that cannot be read or written.
+
+    The id `disk` becomes `disk-full` if the disk is full.
+    """
+    return HostError(
+        f"{what}: {error.strerror or error}",
+        where=str(error.filename2 or error.filename or folder),
+        hint=hint,
+        id="disk-full" if id == "disk" and is_disk_full(error) else id,
+    )
+
+
 class Interrupted(BakehouseError):
-    """The user, or a supervisor, asked us to stop; everything started was ended first."""
+    """The user, or a supervisor, stopped us; all children were ended first."""
 
     exit_code = 130
     default_id = "interrupted"

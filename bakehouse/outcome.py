@@ -1,4 +1,4 @@
-"""What a command gives back; `cli` prints it, for people or as one JSON document."""
+"""What a command returns; `cli` prints it as text or as one JSON document."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Outcome:
     checks: tuple[Check, ...] = field(default=())
     exit: int = 0
     lines: Iterable[str] = ()
-    """Text that comes bit by bit, such as a followed log: printed line by line as it comes, after
-    `text`. With `--json` it is not asked for."""
+    """Streamed text, such as a followed log, printed line by line after `text`; not read with
+    `--json`."""
     error: BakehouseError | None = None
-    """What stood in the way although there is a result; its exit code counts, then."""
+    """An error beside the result; its exit code is then used."""
     told: bool = False
-    """Whether `text` tells the checks already; they are then not printed for people once more."""
+    """Whether `text` contains the checks already, so that they are not printed again."""

@@ -1,4 +1,4 @@
-"""Where things lie on disk."""
+"""Cache and state folders."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bakehouse.errors import HostError
 
 @dataclass(frozen=True)
 class Places:
-    """The two folders that Bakehouse writes to: what can be made again, and what cannot."""
+    """The two folders that Bakehouse writes to: `cache` can be made again, `state` cannot."""
 
     cache: Path
     state: Path
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] | None = None) -> Places:
-        """XDG folders, both moved by `BAKEHOUSE_HOME`. Raises HostError where nothing says."""
+        """XDG folders, or below `BAKEHOUSE_HOME`. Raises HostError without a home folder."""
         env = os.environ if env is None else env
         try:
             if home := env.get("BAKEHOUSE_HOME"):
@@ -30,9 +30,9 @@ class Places:
             return cls(cache.absolute() / "bakehouse", state.absolute() / "bakehouse")
         except RuntimeError as error:
             raise HostError(
-                "there is no home folder to keep things in",
+                "no home folder found",
                 where="HOME is not set, and the user has no entry in the password file",
-                hint="set BAKEHOUSE_HOME to a folder that can be written",
+                hint="set BAKEHOUSE_HOME to a writable folder",
                 id="no-home",
             ) from error
 
@@ -68,7 +68,7 @@ class Places:
 
     @property
     def images(self) -> Path:
-        """What container images said of themselves, by digest; the images are the engine's."""
+        """Capabilities of container images, by digest; the engine keeps the images."""
         return self.cache / "images"
 
     @property

@@ -1,8 +1,6 @@
-"""How long work tells a person where it stands.
+"""Progress of long operations: messages and bars, on standard error.
 
-Rooms speak to a `Progress`; whether that is a bar on a terminal, plain lines in a cron mail or
-nothing at all is decided once, at the edge. Everything here goes to standard error: standard
-output belongs to results.
+`cli` decides whether that is a bar on a terminal, plain lines in a log, or nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ class Bar(Protocol):
 
 
 class Progress(Protocol):
-    """What a long operation says while it runs."""
+    """Where a long operation reports to."""
 
     def say(self, text: str) -> None:
-        """One line that stays."""
+        """Print one line that stays."""
 
     def bar(self, title: str, unit: str = "") -> AbstractContextManager[Bar]:
         """Open a bar for the length of a `with` block; unit is `B` for bytes or a word."""

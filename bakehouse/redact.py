@@ -1,4 +1,4 @@
-"""Two guards for text: secrets never leave, and untrusted text never drives a terminal.
+"""Hides secrets, and escapes control characters of untrusted text.
 
 Everything that is written to a record, a log or a stream goes through a `Redactor`; everything that
 came from a server, a log or a listing goes through `clean` before a person sees it.
@@ -20,14 +20,14 @@ ALWAYS = (
     "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "GITHUB_TOKEN", "GH_TOKEN",
     "GITLAB_TOKEN", "OPENAI_API_KEY", "VLLM_API_KEY", "LLAMA_API_KEY", "DOCKER_AUTH_CONFIG",
 )  # fmt: skip
-"""Variables that hold a secret whatever a recipe says."""
+"""Variables that always hold a secret."""
 
 _SECRET_NAME = re.compile(
     r"(?i)(?:^|_)(?:token|secret|password|passwd|api_?key|access_key|credentials?)$"
 )
 _SECRET_HEADERS = {"authorization", "proxy-authorization", "cookie", "set-cookie", "x-api-key"}
 _SHORT = 8
-"""A secret below this length is hidden only as a whole word: else it would eat ordinary text."""
+"""A shorter secret is hidden only as a whole word, so that ordinary text survives."""
 
 _SHAPES = re.compile(
     r"(?P<keep>\bauthorization[\"']?\s*[:=]\s*[\"']?(?:(?:bearer|basic)\s+)?"
@@ -40,12 +40,12 @@ _SHAPES = re.compile(
     r"|\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,})",
     re.IGNORECASE,
 )
-"""What is a secret by its looks: authorization values, passwords in URLs (a user alone only where
-it may be a token, not in ssh://git@host), tokens in a URL's query, well-known tokens."""
+"""Secrets recognised by their shape: authorization values, passwords in URLs (a user alone only
+where it may be a token, not in ssh://git@host), tokens in a URL's query, well-known tokens."""
 
 
 def clean(text: str, *, one_line: bool = False) -> str:
-    r"""Escape whatever could steer a terminal or hide text: `\x1b`, `\u202e`.
+    r"""Escape what could control a terminal or hide text: `\x1b`, `\u202e`.
 
     Line feeds and tabs stay, unless `one_line`. Bidirectional controls, other invisible format
     characters, line separators and lone surrogates are escaped as control characters are.
@@ -71,18 +71,18 @@ def _escape(char: str) -> str:
 
 
 def without_credentials(text: str) -> str:
-    """Clean text of untrusted origin, such as a URL, and hide what is a secret by its looks.
+    """Clean untrusted text, such as a URL, and hide secrets recognised by their shape.
 
-    For places that have no context; whatever is printed or kept passes the context's `Redactor`
-    as well, which knows the secrets themselves.
+    For code without a context; all output passes the context's `Redactor` as well, which knows the
+    secrets themselves.
     """
     return clean(_SHAPES.sub(_hide_shape, text))
 
 
 def secret_values(environment: Mapping[str, str], names: Iterable[str] = ()) -> tuple[str, ...]:
-    """Values that must not be shown: of `names`, of well-known names, of names that say so.
+    """Values of secret variables: of `names`, of well-known ones, and of names such as X_TOKEN.
 
-    A variable that is only guessed to be secret by its name counts from 8 characters on.
+    A variable that only looks secret by its name counts from 8 characters on.
     """
     sure = {*ALWAYS, *names}
     values = {
@@ -94,7 +94,7 @@ def secret_values(environment: Mapping[str, str], names: Iterable[str] = ()) -> 
 
 
 class Redactor:
-    """Replaces secrets by `[hidden]`, in every spelling in which they travel."""
+    """Replaces secrets by `[hidden]`, in every encoding that is used for them."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         self.secrets: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class Redactor:
         self.add(*secrets)
 
     def add(self, *secrets: str) -> None:
-        """Hide these as well, from now on, wherever this redactor is used."""
+        """Hide these as well from now on."""
         known = {*self.secrets, *(s.strip() for s in secrets if s.strip())}
         if known == set(self.secrets):
             return

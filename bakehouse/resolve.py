@@ -273,7 +273,7 @@ def bring_local_files(ctx: Context, loaded: Loaded, lock: Lock) -> None:
 
 
 def _write(path: Path, lock: Lock) -> None:
-    from bakehouse.sources.files import write_atomic
+    from bakehouse.util.files import write_atomic
 
     try:
         write_atomic(path, to_json(lock).encode())

@@ -17,7 +17,7 @@ from bakehouse.errors import BuildFailed, HostError
 from bakehouse.plan.types import Asks
 from bakehouse.ports.docker import Answered, ContainerSpec
 from bakehouse.redact import clean
-from bakehouse.sources.files import write_atomic
+from bakehouse.util.files import write_atomic
 
 TIMEOUT_S = 300.0
 """Importing vLLM takes about 10 s from a warm disk, and minutes from a cold network disk."""

@@ -7,7 +7,6 @@ write cannot set back.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
@@ -23,6 +22,7 @@ from bakehouse.base import Frozen, digest, to_json
 from bakehouse.checks import Check
 from bakehouse.plan.types import ARTIFACT_RECORD as RECORD
 from bakehouse.plan.types import BuildInputs
+from bakehouse.util.files import sha256_file
 
 
 class BuiltFile(Frozen):
@@ -92,17 +92,11 @@ def list_files(folder: Path) -> tuple[BuiltFile, ...]:
         BuiltFile(
             path=path.relative_to(folder).as_posix(),
             size=path.stat().st_size,
-            sha256=hash_file(path),
+            sha256=sha256_file(path),
             mode=_mode(path.lstat()),
         )
         for path in _walk(folder)
     )
-
-
-def hash_file(path: Path) -> str:
-    """Give a file's sha256."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _walk(folder: Path) -> list[Path]:
@@ -156,7 +150,7 @@ def verify(folder: Path) -> BuildRecord:
         mark: list[int | str] = [
             found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, file.sha256
         ]  # fmt: skip
-        if seen.get(name) != mark and hash_file(path) != file.sha256:
+        if seen.get(name) != mark and sha256_file(path) != file.sha256:
             raise Damaged(f"{name} has other bytes than were built")
         now[name] = mark
     if wanted:

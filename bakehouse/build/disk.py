@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bakehouse.errors import HostError
+from bakehouse.errors import HostError, is_disk_full, os_error
 
 NO_SPACE = "No space left on device"
 STARVED_BYTES = 64 * 2**20
@@ -42,12 +42,10 @@ def explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        if is_disk_full(error):
             raise disk_full(str(error.filename or folder)) from error
         if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}:
-            raise HostError(
-                f"the cache folder cannot be written: {error.strerror}",
-                where=str(error.filename or folder),
-                hint="mend its permissions, or set BAKEHOUSE_HOME to a folder of your own",
-            ) from error
+            hint = "fix its permissions, or set BAKEHOUSE_HOME to a folder of your own"
+            what = "the cache folder cannot be written"
+            raise os_error(error, what, folder, hint, HostError.default_id) from error
         raise

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from bakehouse.atomic import fsync_folder
 from bakehouse.base import to_json
 from bakehouse.build import artifact as files
 from bakehouse.build import steps
@@ -147,11 +148,7 @@ def _place(stage: Path, artifact: Path, record: BuildRecord) -> None:
         with (stage / name).open("rb") as file:
             os.fsync(file.fileno())
     stage.rename(artifact)
-    folder = os.open(artifact.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    fsync_folder(artifact.parent)
 
 
 def _given(

@@ -43,8 +43,8 @@ from bakehouse.ports.process import Captured, Finished, environment
 from bakehouse.recipe.model import Build
 from bakehouse.records.store import Run
 from bakehouse.redact import clean
-from bakehouse.sources.files import write_atomic
 from bakehouse.toolkit.views import Told
+from bakehouse.util.files import write_atomic
 
 PASSED_ON = (
     "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY",

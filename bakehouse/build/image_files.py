@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import cast
 
 from bakehouse.base import Frozen, digest
-from bakehouse.ports.docker import ContainerSpec, Docker
+from bakehouse.ports.docker import ContainerSpec
+from bakehouse.ports.docker_engine import RealDocker
 
 NOT_THE_IMAGES = (
     ".dockerenv", "dev/", "proc/", "sys/", "etc/hostname", "etc/hosts", "etc/resolv.conf",
@@ -68,7 +69,7 @@ def read_tar(chunks: Iterable[bytes]) -> Iterator[tuple[tarfile.TarInfo, io.Buff
 
 
 def image_files(
-    docker: Docker, image: str, *, below: str = "", target: Path | None = None
+    docker: RealDocker, image: str, *, below: str = "", target: Path | None = None
 ) -> tuple[ImageFile, ...]:
     """List an image's file tree, hashing every file; the container for it never starts.
 

@@ -11,44 +11,24 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bakehouse.context import Context
-from bakehouse.errors import HostError
+from bakehouse.errors import BakehouseError, HostError
 from bakehouse.plan.types import BuildPlan
-
-if TYPE_CHECKING:
-    from filelock import BaseFileLock
+from bakehouse.util.files import file_lock
 
 PLACES = 64
 """Builds at the same time, at most."""
 
 
-def _lock(path: Path) -> BaseFileLock:
-    # Imported here because `plan` passes through and must stay fast.
-    from filelock import FileLock
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(path, thread_local=False)
-
-
 @contextmanager
 def digest_lock(ctx: Context, builds: Path, digest: str) -> Iterator[None]:
     """Hold the one lock of an artifact; wait, and say so, while another build holds it."""
-    from filelock import Timeout
-
-    lock = _lock(builds / ".locks" / f"{digest}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        ctx.progress.say("another process builds the same; waiting for it")
-        lock.acquire(poll_interval=0.1)
-    try:
+    lock = builds / ".locks" / f"{digest}.lock"
+    with file_lock(lock, "the same build", ctx.progress.say):
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager
@@ -66,42 +46,40 @@ def work_folder(ctx: Context, plan: BuildPlan) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _take(stack: ExitStack, root: Path) -> Path:
-    from filelock import Timeout
+class _InUse(BakehouseError):
+    """Another build works in this folder."""
 
+
+def _take(stack: ExitStack, root: Path) -> Path:
     for number in range(PLACES):
-        lock = _lock(root / f"{number}.lock")
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
+            stack.enter_context(_held(root / f"{number}.lock"))
+        except _InUse:
             continue
-        stack.callback(lock.release)
         folder = root / str(number)
         _remove(folder)
         for left in root.glob(f"{number}-left-*"):
             shutil.rmtree(left, ignore_errors=True)
         return folder
     raise HostError(
-        f"{PLACES} builds are under way on this machine already",
+        f"{PLACES} builds are running on this machine already",
         where=str(root),
         hint="wait until one of them ends",
     )
 
 
+def _held(lock: Path) -> AbstractContextManager[None]:
+    return file_lock(lock, lock.stem, lambda _: None, busy=_InUse(lock.stem))
+
+
 def _clear_left(ctx: Context, root: Path) -> None:
     """Remove what killed builds left in the other places."""
-    from filelock import Timeout
-
     for folder in root.iterdir():
         if not folder.is_dir():
             continue
-        lock = _lock(root / f"{folder.name.partition('-')[0]}.lock")
-        try:
-            with lock.acquire(timeout=0):
-                ctx.progress.say("removing what a build that was killed left behind")
-                shutil.rmtree(folder, ignore_errors=True)
-        except Timeout:
-            continue
+        with suppress(_InUse), _held(root / f"{folder.name.partition('-')[0]}.lock"):
+            ctx.progress.say("removing what a build that was killed left behind")
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:

@@ -6,7 +6,6 @@ it was ended, asking for the same cut again goes on from what is whole, and veri
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -23,8 +22,9 @@ from bakehouse.checkpoints.reader import FileSource
 from bakehouse.checkpoints.safetensors import SafetensorsHeader, read_safetensors
 from bakehouse.checkpoints.shards import Cut, Placed, Shard, cut
 from bakehouse.checkpoints.whole import CheckpointFile
-from bakehouse.errors import CheckpointError, HostError, NotFound, UsageError
+from bakehouse.errors import CheckpointError, HostError, NotFound, UsageError, is_disk_full
 from bakehouse.progress import Bar, Progress
+from bakehouse.util.files import file_lock
 
 WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 NOTE = ".bakehouse-reshard.json"
@@ -32,7 +32,6 @@ MARGIN = 64 * 2**20
 """Bytes of disk that are left free."""
 WRITERS = 2
 """Shards that are written at the same time."""
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @dataclass(frozen=True)
@@ -180,16 +179,13 @@ def _check_places(folder: Path, out: Path) -> None:
 @contextmanager
 def _alone(part: Path) -> Iterator[None]:
     """Keep a second reshard from the same output."""
-    from filelock import FileLock, Timeout  # `plan` passes through this room
-
-    guard = Path(str(part) + ".lock")
-    try:
-        with FileLock(guard, timeout=0):
-            yield
-            guard.unlink(missing_ok=True)
-    except Timeout as error:
-        what = "another reshard writes to this output"
-        raise HostError(what, where=str(part), hint="wait for it to end") from error
+    busy = HostError(
+        "another reshard writes to this output", where=str(part), hint="wait for it to end"
+    )
+    lock = Path(f"{part}.lock")
+    with file_lock(lock, str(part), lambda _: None, busy=busy):
+        yield
+        lock.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -202,7 +198,7 @@ def _explained(out: Path) -> Iterator[None]:
         what = "a shard became shorter while it was read"
         raise CheckpointError(what, where=where, hint=hint) from error
     except OSError as error:
-        if error.errno not in _FULL:
+        if not is_disk_full(error):
             raise
         raise HostError(
             "the disk became full", where=str(out), id="disk-full",

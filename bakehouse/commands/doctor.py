@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bakehouse.checks import Check, check
-from bakehouse.console import amount
 from bakehouse.context import Context
 from bakehouse.errors import HostError
 from bakehouse.host import HostFacts, read_gpus, read_host
 from bakehouse.outcome import Outcome
 from bakehouse.ports.process import environment
 from bakehouse.toolchain import Tool, look_over
+from bakehouse.util.text import quantity as amount
 
 OLDEST, NEWEST = (3, 11), (3, 14)
 """Versions of Python that Bakehouse is tested with."""

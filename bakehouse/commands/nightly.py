@@ -15,6 +15,7 @@ from bakehouse.patches import for_run
 from bakehouse.recipe.load import find, load
 from bakehouse.resolve import ensure_lock
 from bakehouse.serve.control import stop
+from bakehouse.util.files import file_lock
 
 INSTANCE = "nightly"
 """Its servers have a name of their own, so that those that people use are left alone."""
@@ -35,19 +36,15 @@ def run(ctx: Context, options: Options) -> Outcome:
     if not options.recipe:
         raise UsageError("no recipe is named", hint="--recipe NAME, once for each recipe")
     for_run.asked(options)
-    from filelock import FileLock, Timeout  # only this task needs it
-
-    ctx.places.state.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(ctx.places.state / ".nightly.lock", timeout=0):
-            return _night(ctx, options)
-    except Timeout as error:
-        raise HostError(
-            "another nightly run is under way",
-            where=str(ctx.places.state / ".nightly.lock"),
-            hint="wait for it; two at once would compete for the same memory",
-            id="nightly-busy",
-        ) from error
+    lock = ctx.places.state / ".nightly.lock"
+    busy = HostError(
+        "another nightly run is under way",
+        where=str(lock),
+        hint="wait for it; two at once would compete for the same memory",
+        id="nightly-busy",
+    )
+    with file_lock(lock, "a nightly run", ctx.progress.say, busy=busy):
+        return _night(ctx, options)
 
 
 def _night(ctx: Context, options: Options) -> Outcome:

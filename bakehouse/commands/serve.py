@@ -18,7 +18,7 @@ from bakehouse.context import Context
 from bakehouse.engines.engine import Asked
 from bakehouse.engines.llamacpp.server import Features
 from bakehouse.errors import HostError, NotHealthy, UsageError
-from bakehouse.host import read_gpus
+from bakehouse.host import compute_capabilities
 from bakehouse.lock import Lock
 from bakehouse.memory.machine import Machine
 from bakehouse.memory.recipe import find_machine
@@ -240,7 +240,7 @@ def _known_bad(
     """Refuse or warn by what is known: first without the weights' headers, then with them."""
     cuda = wanted.build.expected.cuda if isinstance(wanted.build, BuildPlan) else None
     on_gpu = cuda or (wanted.plan.container and wanted.plan.container.gpus)
-    gpus = [gpu.compute_capability for gpu in read_gpus(ctx.processes)] if on_gpu else []
+    gpus = compute_capabilities(ctx.processes) if on_gpu else ()
     found = combinations.known_bad(
         wanted.loaded,
         lock=wanted.lock,

@@ -17,13 +17,13 @@ from bakehouse.outcome import Outcome
 from bakehouse.patches import for_run
 from bakehouse.ports.process import environment
 from bakehouse.preflight.combinations import load_good
-from bakehouse.recipe.faults import did_you_mean
 from bakehouse.recipe.load import find, load
 from bakehouse.recipe.scalars import parse_duration
 from bakehouse.records.store import Run
 from bakehouse.redact import clean
 from bakehouse.serve.control import look, stop
 from bakehouse.serve.rounds import STALL_S, Round, Rounds, Watched
+from bakehouse.util.text import did_you_mean
 
 KEPT = 500
 """So many rounds, the last ones, are kept in the record."""

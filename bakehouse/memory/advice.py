@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bakehouse.errors import HostError
-from bakehouse.memory.types import Budget, Phase, gib
+from bakehouse.memory.types import Budget, Phase
+from bakehouse.util.text import size_text as gib
 
 STEP = 256
 """Contexts are advised in multiples of this."""

@@ -9,9 +9,10 @@ from bakehouse.checkpoints.shape import LayerKind, ModelShape
 from bakehouse.memory.cache import cache_lines, context_of
 from bakehouse.memory.demand import Demand
 from bakehouse.memory.machine import Machine
-from bakehouse.memory.types import GIB, Basis, Budget, Line, Phase, Pool, Purse, gib
+from bakehouse.memory.types import GIB, Basis, Budget, Line, Phase, Pool, Purse
 from bakehouse.memory.weight import Weight
 from bakehouse.recipe.memory import Measured
+from bakehouse.util.text import size_text as gib
 
 CUDA_CONTEXT = GIB // 2
 PROCESS = GIB // 8

@@ -16,8 +16,9 @@ from bakehouse.memory.advice import largest_context
 from bakehouse.memory.budget import make_budget
 from bakehouse.memory.demand import Demand
 from bakehouse.memory.machine import Machine
-from bakehouse.memory.types import Budget, gib
+from bakehouse.memory.types import Budget
 from bakehouse.memory.weight import Weight
+from bakehouse.util.text import size_text as gib
 
 _QUANT = re.compile(
     r"(?:UD-)?(?:IQ\d_\w+|TQ\d_\d|Q\d_K(?:_[A-Z]{1,3})?|Q\d_\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32|FP8)",

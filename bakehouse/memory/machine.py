@@ -6,21 +6,9 @@ import re
 from dataclasses import dataclass, field
 
 from bakehouse.errors import UsageError
-from bakehouse.host import HostFacts
+from bakehouse.host import Gpu, HostFacts
 from bakehouse.memory.types import GIB, Basis, Line, Pool
 from bakehouse.recipe.scalars import parse_size
-
-GPU_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader")
-"""What to ask; the answer goes to `parse_gpu_memory`."""
-
-
-@dataclass(frozen=True)
-class GpuMemory:
-    """One GPU. Bytes; None where the driver has no figures, which is how unified memory shows."""
-
-    name: str
-    total: int | None
-    free: int | None
 
 
 @dataclass(frozen=True)
@@ -34,7 +22,7 @@ class Machine:
     cached: int = 0
     """Of `available`, page cache that can be reclaimed; 0 where that is not known."""
     unified: bool = False
-    gpus: tuple[GpuMemory, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
     bandwidth: float | None = None
     """Bytes a second that decoding can read from the memory that holds the weights."""
     source: str = "/proc/meminfo"
@@ -58,11 +46,11 @@ class Machine:
 
     def gpu_total(self) -> int:
         """Memory of all discrete GPUs."""
-        return sum(gpu.total or 0 for gpu in self.gpus)
+        return sum(gpu.memory_total or 0 for gpu in self.gpus)
 
     def gpu_free(self) -> int:
         """Free memory of all discrete GPUs."""
-        return sum(gpu.free or 0 for gpu in self.gpus)
+        return sum(gpu.memory_free or 0 for gpu in self.gpus)
 
     def reserve(self, pool: Pool) -> int:
         """What must stay free: on unified memory going over takes the machine down."""
@@ -97,44 +85,16 @@ class Machine:
         return tuple(lines)
 
 
-def parse_gpu_memory(text: str) -> tuple[GpuMemory, ...]:
-    """Read nvidia-smi's answer to `GPU_QUERY`: lines of `name, total, free`.
-
-    `[N/A]`, `[Not Supported]` and the like are None: the GPU shares the machine's memory, or the
-    driver cannot say. Lines that are no such answer are passed over.
-    """
-    gpus = []
-    for line in text.splitlines():
-        # names hold no comma; anything that is not three fields is a message, not an answer
-        fields = [part.strip() for part in line.split(",")]
-        if len(fields) != 3 or not fields[0]:
-            continue
-        total, free = (_mebibytes(part) for part in fields[1:])
-        known = all(isinstance(value, int) or value is None for value in (total, free))
-        if known and (total is not None or _absent(fields[1])):
-            gpus.append(GpuMemory(fields[0], total, free))
-    return tuple(gpus)
-
-
-def _mebibytes(value: str) -> int | None:
-    found = re.fullmatch(r"(\d{1,9})(?:\s*MiB)?", value)
-    return int(found[1]) * 2**20 if found else None
-
-
-def _absent(value: str) -> bool:
-    return bool(re.fullmatch(r"\[?(N/A|Not Supported|Not Available|Unknown Error)\]?", value))
-
-
 _UNIFIED_NAME = re.compile(r"\b(GB10|Tegra|Orin|Thor|Xavier|DGX Spark)\b", re.IGNORECASE)
 
 
-def this_machine(facts: HostFacts, gpus: tuple[GpuMemory, ...] = ()) -> Machine:
+def this_machine(facts: HostFacts, gpus: tuple[Gpu, ...] = ()) -> Machine:
     """Make a machine of what this host says.
 
     MemAvailable counts, never MemFree. A GPU without figures, or of a kind known to have no memory
     of its own (a driver that answers all the same is not believed), makes it a unified one.
     """
-    unified = any(gpu.total is None or _UNIFIED_NAME.search(gpu.name) for gpu in gpus)
+    unified = any(gpu.memory_total is None or _UNIFIED_NAME.search(gpu.name) for gpu in gpus)
     bandwidth = None
     if gpus:
         rates = {p.gpus[0].name: p.bandwidth for p in PROFILES.values() if p.gpus}
@@ -159,7 +119,8 @@ def _profile(
     total = int(memory * GIB)
     return Machine(
         name=name, total=2 * total, available=2 * total - int(idle * GIB), measured=False,
-        gpus=(GpuMemory(gpu, total, total - GIB // 2),), bandwidth=bandwidth * 1e9, source=source,
+        gpus=(Gpu(name=gpu, memory_total=total, memory_free=total - GIB // 2),),
+        bandwidth=bandwidth * 1e9, source=source,
     )  # fmt: skip
 
 
@@ -169,7 +130,7 @@ def _unified(
     total = int(memory * GIB)
     return Machine(
         name=name, total=total, available=total - int(idle * GIB), unified=True, measured=False,
-        gpus=(GpuMemory(gpu, None, None),), bandwidth=bandwidth * 1e9, source=source,
+        gpus=(Gpu(name=gpu),), bandwidth=bandwidth * 1e9, source=source,
     )  # fmt: skip
 
 

@@ -6,23 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from bakehouse.host import read_gpus, read_host
 from bakehouse.lock import Lock
 from bakehouse.memory.advice import largest_context
 from bakehouse.memory.budget import make_budget
 from bakehouse.memory.demand import demand_of
-from bakehouse.memory.machine import GPU_QUERY, Machine, parse_gpu_memory, this_machine
+from bakehouse.memory.machine import Machine, this_machine
 from bakehouse.memory.types import Budget
 from bakehouse.memory.weight import Weight
-from bakehouse.ports.process import Processes, environment
+from bakehouse.ports.process import Processes
 from bakehouse.recipe.model import Recipe
 
 
 def find_machine(processes: Processes) -> Machine:
     """Ask this machine for its memory, and its GPUs' through nvidia-smi where there is one."""
-    from bakehouse.host import read_host
-
-    answer = processes.capture(GPU_QUERY, env=environment(), timeout=10)
-    return this_machine(read_host(), parse_gpu_memory(answer.out) if answer.ok else ())
+    return this_machine(read_host(), read_gpus(processes))
 
 
 def locked_weights(lock: Lock, files: Mapping[str, Sequence[str]]) -> dict[str, Weight]:

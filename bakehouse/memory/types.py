@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from bakehouse.base import Frozen
 from bakehouse.checks import Check, check
+from bakehouse.util.text import size_text as gib
 
 GIB = 2**30
 
@@ -113,10 +114,3 @@ class Budget(Frozen):
             wanted = "room for the cache of the served context"
             made.append(check("memory-cache", wanted, lack, self.machine, ok=False))
         return tuple(made)
-
-
-def gib(size: int) -> str:
-    """Write bytes as GiB, or as MiB where that says more."""
-    if abs(size) < GIB // 10:
-        return f"{size / 2**20:.1f} MiB"
-    return f"{size / GIB:.2f} GiB"

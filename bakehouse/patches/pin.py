@@ -18,7 +18,6 @@ from bakehouse.recipe.faults import shown
 from bakehouse.redact import without_credentials
 from bakehouse.sources import upstream
 from bakehouse.sources.diffs import read_diff
-from bakehouse.sources.files import write_atomic
 from bakehouse.sources.manifests import (
     find_manifest,
     manifest_path,
@@ -27,6 +26,7 @@ from bakehouse.sources.manifests import (
 )
 from bakehouse.sources.patches import keep, kept_diff, read_patch
 from bakehouse.sources.upstream import CannotFetch, Fetched
+from bakehouse.util.files import write_atomic
 
 Kind = Literal["pr", "commit", "url", "file"]
 _PULL = re.compile(r"(https?://[^/]+)/([\w.-]+/[\w.-]+)/pull/(\d+)(?:\.diff|\.patch|/files|/)?")

@@ -1,4 +1,4 @@
-"""Time: what a test replaces so that nothing has to wait."""
+"""Time, which tests replace so that nothing has to wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """The clock port."""
+    """Wall time, monotonic time and sleep."""
 
     def now(self) -> datetime:
         """Wall time, in UTC."""

@@ -1,17 +1,24 @@
-"""The Docker Engine behind one small protocol: images, containers, short questions.
+"""Containers, images and engines: types, how the engine's JSON is read, and what it is sent.
 
-Only types here: `ports/docker_engine.py` speaks to a real engine, through the Docker SDK.
+Nothing here talks to an engine: `ports/docker_engine.py` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal, Protocol
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from bakehouse.base import Frozen
+from bakehouse.errors import UsageError
 
 OURS = "bakehouse"
 """Label of everything that Bakehouse makes; its value is the version of Bakehouse."""
+
+CDI_KIND = "nvidia.com/gpu"
+"""Kind of NVIDIA's GPUs as CDI devices (Container Device Interface)."""
+CDI_LISTED_SINCE = (1, 50)
+"""From this version of the API on, `/info` lists the CDI devices."""
 
 ARCHITECTURES: Mapping[str, str] = {"x86_64": "amd64", "aarch64": "arm64"}
 """What `uname -m` says, to what images say."""
@@ -193,64 +200,178 @@ OnLayer = Callable[[str, str, int, int], None]
 """Gets a layer's short id, what happens to it, bytes done, bytes in all (0: not known)."""
 
 
-class Docker(Protocol):
-    """The Docker port. Everything raises HostError where the engine cannot be reached."""
+def engine_facts(info: Mapping[str, Any], version: Mapping[str, Any], host: str) -> EngineFacts:
+    """Read `/info` and `/version`."""
+    number = str(version.get("ApiVersion") or "0")
+    api = tuple(map(int, number.split(".")))
+    return EngineFacts(
+        version=str(version.get("Version") or "unknown"),
+        api=number,
+        arch=machine_arch(str(version.get("Arch") or info.get("Architecture") or "")),
+        system=str(info.get("OSType") or "linux"),
+        runtimes=tuple(sorted(info.get("Runtimes") or {})),
+        gpus=_gpu_access(info, api),
+        buildkit=api >= (1, 39),
+        root=str(info.get("DockerRootDir") or ""),
+        host=host,
+        security=tuple(map(str, info.get("SecurityOptions") or ())),
+    )
 
-    def facts(self) -> EngineFacts:
-        """Ask the engine what it is."""
 
-    def credentials(self, registry: str) -> Credentials | None:
-        """Give what the Docker configuration holds for a registry, credential helpers included."""
+def _gpu_access(
+    info: Mapping[str, Any], api: tuple[int, ...]
+) -> Literal["runtime", "cdi", "cdi-unlisted", "none"]:
+    """How GPUs are requested: through NVIDIA's runtime if it is registered, else as CDI devices."""
+    if "nvidia" in (info.get("Runtimes") or {}):
+        return "runtime"
+    devices = info.get("DiscoveredDevices") or ()
+    if any(str(d.get("ID", "")).startswith(f"{CDI_KIND}=") for d in devices):
+        return "cdi"
+    # An empty list of folders means that the engine's CDI is switched off.
+    return "cdi-unlisted" if api < CDI_LISTED_SINCE and info.get("CDISpecDirs") else "none"
 
-    def image(self, reference: str) -> ImageFacts | None:
-        """Look an image up by name, digest or id; None where the engine does not hold it."""
 
-    def pull(self, reference: str, *, arch: str, on_layer: OnLayer | None = None) -> ImageFacts:
-        """Pull an image for one architecture. Raises LockError, NotFound, HostError."""
+def image_facts(data: Mapping[str, Any]) -> ImageFacts:
+    """Read the answer of `image inspect`."""
+    config = data.get("Config") or {}
+    pairs = (str(line).partition("=") for line in config.get("Env") or ())
+    return ImageFacts(
+        id=str(data["Id"]),
+        digests=tuple(data.get("RepoDigests") or ()),
+        tags=tuple(data.get("RepoTags") or ()),
+        arch=machine_arch(str(data.get("Architecture") or "")),
+        system=str(data.get("Os") or ""),
+        size=int(data.get("Size") or 0),
+        created=str(data.get("Created") or ""),
+        entrypoint=words(config.get("Entrypoint")),
+        cmd=words(config.get("Cmd")),
+        user=str(config.get("User") or ""),
+        workdir=str(config.get("WorkingDir") or ""),
+        labels=_labels(config),
+        env={name: value for name, _, value in pairs},
+    )
 
-    def tag(self, image: str, repository: str, tag: str) -> None:
-        """Name an image."""
 
-    def remove_image(self, reference: str) -> None:
-        """Forget an image's name, and the image with its last one; nothing where it is gone."""
+def _labels(config: Mapping[str, Any] | None) -> dict[str, str]:
+    return {str(k): str(v) for k, v in ((config or {}).get("Labels") or {}).items()}
 
-    def create(self, spec: ContainerSpec) -> str:
-        """Make a container; give its id. Raises HostError (name in use), NotFound (no image)."""
 
-    def start(self, container: str) -> None:
-        """Start it. Raises HostError: port in use, no NVIDIA runtime, command not found."""
+def words(value: Any) -> tuple[str, ...]:
+    """An entrypoint or command: a list, one word, or nothing."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(map(str, value)) if isinstance(value, list | tuple) else ()
 
-    def container(self, container: str) -> ContainerFacts | None:
-        """Look a container up by name or id; None where there is none."""
 
-    def happened(self, container: str, since: float) -> tuple[Happening, ...]:
-        """What befell a container since a time (Unix, in seconds), oldest first.
+def container_facts(data: Mapping[str, Any]) -> ContainerFacts:
+    """Read the answer of `container inspect`."""
+    state = data.get("State") or {}
+    status = str(state.get("Status") or "")
+    ended = status in ("exited", "dead")
+    ports = (data.get("NetworkSettings") or {}).get("Ports") or {}
+    return ContainerFacts(
+        id=str(data["Id"]),
+        name=str(data.get("Name") or "").removeprefix("/"),
+        image=str(data.get("Image") or ""),
+        state=status,
+        exit_code=int(state.get("ExitCode") or 0) if ended else None,
+        oom_killed=bool(state.get("OOMKilled")),
+        restarts=int(data.get("RestartCount") or 0),
+        pid=int(state.get("Pid") or 0),
+        error=str(state.get("Error") or ""),
+        started=str(state.get("StartedAt") or ""),
+        finished=str(state.get("FinishedAt") or "") if ended else "",
+        labels=_labels(data.get("Config")),
+        ports={
+            int(inside.partition("/")[0]): int(outside[0]["HostPort"])
+            for inside, outside in ports.items()
+            if outside and inside.endswith("/tcp")
+        },
+    )
 
-        An engine remembers only the latest events of all its containers.
-        """
 
-    def containers(self, labels: Mapping[str, str]) -> tuple[ContainerFacts, ...]:
-        """All containers with these labels, ended ones too; an empty value matches any."""
+def happening(event: Mapping[str, Any]) -> Happening:
+    """Read one event of the engine."""
+    number = str(((event.get("Actor") or {}).get("Attributes") or {}).get("signal") or "")
+    return Happening(
+        at=float(event.get("timeNano") or 0) / 1e9 or float(event.get("time") or 0),
+        what=str(event.get("Action") or event.get("status") or ""),
+        signal=int(number) if number.isdigit() else None,
+    )
 
-    def logs(
-        self, container: str, *, follow: bool = False, tail: int | None = None
-    ) -> Iterator[bytes]:
-        """Both streams in order, as they come; with `follow` until the container ends."""
 
-    def wait(self, container: str, timeout: float) -> int | None:
-        """Wait for its end, in seconds; give the exit code, or None where time ran out."""
+def create_body(spec: ContainerSpec, *, cdi: bool = False) -> dict[str, Any]:
+    """Give the engine's request for a new container. Raises UsageError for odd `gpus`.
 
-    def stop(self, container: str, timeout: float) -> None:
-        """TERM, wait, KILL; nothing where it has ended or is gone."""
+    With `cdi`, GPUs are requested as CDI devices, for an engine without NVIDIA's runtime.
+    """
+    host = {
+        "RestartPolicy": {"Name": "no"},
+        "Privileged": False,
+        "SecurityOpt": ["no-new-privileges"],
+        "LogConfig": {
+            "Type": "json-file",
+            "Config": {"max-size": f"{spec.log_bytes // 2}", "max-file": "2"},
+        },
+        "Mounts": [
+            {
+                "Type": "volume" if mount.volume else "bind",
+                "Source": mount.source,
+                "Target": mount.target,
+                "ReadOnly": mount.read_only,
+            }
+            for mount in spec.mounts
+        ],
+        "PortBindings": {
+            f"{p.port}/tcp": [{"HostIp": p.host, "HostPort": str(p.host_port or "")}]
+            for p in spec.publish
+        },
+        "IpcMode": spec.ipc,
+        "ShmSize": spec.shm_size,
+        "NetworkMode": spec.network,
+        "Memory": spec.memory,
+        "MemorySwap": spec.memory,
+        "PidsLimit": spec.pids,
+        "Init": spec.init or None,
+        "OomScoreAdj": spec.oom_score,
+        "CapDrop": ["ALL"] if spec.drop_capabilities else None,
+        "DeviceRequests": [gpu_request(spec.gpus, cdi=cdi)] if spec.gpus else None,
+    }
+    body: dict[str, Any] = {
+        "Image": spec.image,
+        "Cmd": list(spec.argv) or None,
+        "Entrypoint": None if spec.entrypoint is None else list(spec.entrypoint) or [""],
+        "User": spec.user,
+        "WorkingDir": spec.workdir,
+        "Env": [f"{name}={value}" for name, value in spec.env.items()],
+        "Labels": spec.labels,
+        "ExposedPorts": {f"{p.port}/tcp": {} for p in spec.publish},
+        "Tty": False,
+        "OpenStdin": False,
+        "StopSignal": "SIGTERM",
+        "HostConfig": {name: value for name, value in host.items() if value is not None},
+    }
+    return {name: value for name, value in body.items() if value is not None}
 
-    def remove(self, container: str) -> None:
-        """Kill and remove, with its anonymous volumes; nothing where it is gone."""
 
-    def ask(self, spec: ContainerSpec, *, timeout: float, max_bytes: int = 2**20) -> Answered:
-        """Run a short command to its end; the container is removed however this ends."""
+def gpu_request(gpus: str, *, cdi: bool = False) -> dict[str, Any]:
+    """Give the engine's request for GPUs: `all`, a number, or `device=0,1`. Raises UsageError.
 
-    def clear_left(self) -> None:
-        """Remove containers of short questions whose askers on this machine were killed."""
-
-    def export(self, container: str) -> Iterable[bytes]:
-        """A container's file system as a tar stream."""
+    NVIDIA's runtime takes a number as that many GPUs from the first one on; CDI devices are named
+    one by one.
+    """
+    ids = [part.strip() for part in gpus.removeprefix("device=").split(",") if part.strip()]
+    by_name = gpus.startswith("device=") and bool(ids)
+    counted = re.fullmatch(r"[1-9][0-9]{0,3}", gpus) is not None
+    if not (by_name or counted or gpus == "all"):
+        raise UsageError(
+            f"'{gpus}' does not say which GPUs",
+            where="container.gpus",
+            hint="write all, a number, or device=0,1",
+            id="bad-gpus",
+        )
+    if cdi:
+        names = ids if by_name else map(str, range(int(gpus))) if counted else ["all"]
+        return {"Driver": "cdi", "DeviceIDs": [f"{CDI_KIND}={name}" for name in names]}
+    which = {"DeviceIDs": ids} if by_name else {"Count": int(gpus) if counted else -1}
+    return {"Driver": "", "Capabilities": [["gpu"]], **which}

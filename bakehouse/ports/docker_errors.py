@@ -1,4 +1,4 @@
-"""What an engine or a registry says when it refuses, told apart by what has to be done about it."""
+"""Messages of Docker Engines and registries, translated to errors by what to do about them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import grp
 import os
 import re
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound
+from bakehouse.ports.http import causes_of, is_loopback
 from bakehouse.redact import without_credentials
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _DIGEST_LOGIN = "log in with 'docker login', as an account that may read it"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of refusal."""
+    """One kind of failure, recognised by a pattern in the message."""
 
     id: str
     error: type[BakehouseError]
@@ -36,7 +35,7 @@ KINDS: tuple[Kind, ...] = (
     _kind(
         "disk-full", HostError, r"no space left on device|disk quota exceeded",
         "the engine's disk is full",
-        "see 'docker system df'; remove images that nobody needs, or move the engine's data root",
+        "see 'docker system df'; remove unused images, or move the engine's data root",
     ),
     _kind(
         "image-platform", HostError,
@@ -47,14 +46,14 @@ KINDS: tuple[Kind, ...] = (
     ),
     _kind(
         "registry-limit", HostError, r"toomanyrequests|too many requests|rate limit|\b429\b",
-        "the registry has had too many requests from here",
+        "too many requests to the registry from this address",
         "wait, or log in with 'docker login': accounts have higher limits",
     ),
     _kind(
         "registry-unauthorised", HostError,
         r"unauthorized|authentication required|denied: |access denied|no basic auth credentials|"
         r"may require 'docker login'|insufficient_scope|\b403 forbidden",
-        "the registry does not let this account read the image, or does not have it",
+        "the registry denies this account access to the image, or does not have it",
         _DIGEST_LOGIN,
     ),
     _kind(
@@ -67,12 +66,12 @@ KINDS: tuple[Kind, ...] = (
     _kind(
         "registry-tls", HostError, r"x509:|tls: |server gave http response to https",
         "the registry's certificate is not trusted, or it does not speak TLS",
-        "mend the certificate, or list the registry in the engine's insecure-registries",
+        "fix the certificate, or list the registry in the engine's insecure-registries",
     ),
     _kind(
         "name-in-use", HostError, r"container name .* is already in use",
         "another container has this name",
-        "see whose it is with 'docker ps --all', and remove it if nobody needs it",
+        "find it with 'docker ps --all', and remove it if it is not needed",
     ),
     _kind(
         "port-in-use", HostError, r"port is already allocated|address already in use",
@@ -96,12 +95,12 @@ KINDS: tuple[Kind, ...] = (
     ),
     _kind(
         "mount-missing", HostError, r"bind source path does not exist|mount source path",
-        "a folder that the container needs is not there",
+        "a folder that the container needs does not exist",
         "see container.volumes in the recipe; the path is the one on the engine's machine",
     ),
     _kind(
         "image-missing", NotFound, r"no such image|no such container",
-        "the engine does not hold it",
+        "the engine does not have it",
         "fetch it with 'invoke fetch', or build it with 'invoke build'",
     ),
     _kind(
@@ -110,14 +109,14 @@ KINDS: tuple[Kind, ...] = (
         r"connection reset|eof$|temporary failure in name resolution|tls handshake timeout|"
         r"request canceled|proxyconnect|server misbehaving",
         "the registry cannot be reached from the engine's machine",
-        "see network and proxy of the engine (not of this shell), then try again",
+        "check network and proxy of the engine (not of this shell), then try again",
     ),
 )  # fmt: skip
-"""In the order in which they are tried: what is specific stands before what is general."""
+"""Tried in this order: specific ones first."""
 
 
 def explain(message: str, where: str) -> BakehouseError:
-    """Make the error for what an engine said."""
+    """Make the error for a message of the engine."""
     said = without_credentials(message.strip())
     for kind in KINDS:
         if kind.pattern.search(message):
@@ -126,7 +125,7 @@ def explain(message: str, where: str) -> BakehouseError:
                 where=where, hint=kind.hint, id=kind.id,
             )  # fmt: skip
     return HostError(
-        f"the Docker Engine refused: {said or 'it did not say why'}",
+        f"the Docker Engine refused: {said or 'no reason given'}",
         where=where,
         hint="see the engine's own log: journalctl -u docker",
         id="docker",
@@ -134,53 +133,53 @@ def explain(message: str, where: str) -> BakehouseError:
 
 
 def unreachable(error: BaseException, host: str, origin: str) -> HostError:
-    """Make the error for an engine that does not answer, by what the system said."""
+    """Make the error for an engine that does not answer, by the system's error."""
     where = f"{host} ({origin})"
     parts = urlsplit(host)
     if "paramiko" in str(error):
         return HostError(
-            "an engine behind ssh needs one more Python package", where=where, id="docker-ssh",
+            "an engine behind ssh needs another Python package", where=where, id="docker-ssh",
             hint="pip install paramiko, or forward the socket: "
             "ssh -NL /tmp/docker.sock:/var/run/docker.sock HOST",
         )  # fmt: skip
-    for cause in _chain(error):
+    for cause in causes_of(error):
         if known := _by_cause(cause, where, parts):
             return known
-    near = parts.scheme == "unix" or parts.hostname in LOOPBACK
+    near = parts.scheme == "unix" or is_loopback(host)
     start = "start it: " + ("" if os.geteuid() == 0 else "sudo ") + "systemctl start docker; or "
     return HostError(
         "no Docker Engine answers", where=where, id="docker-daemon",
-        hint=(start if near else f"start it on {parts.hostname}, and see the firewall; or ")
+        hint=(start if near else f"start it on {parts.hostname}, and check the firewall; or ")
         + "install it, see https://docs.docker.com/engine/install/; or name another in DOCKER_HOST",
     )  # fmt: skip
 
 
 def _by_cause(cause: BaseException, where: str, parts: SplitResult) -> HostError | None:
-    """Make the error for what one exception of a chain tells; None where it tells nothing."""
+    """Make the error for one exception of the chain, or None."""
     if isinstance(cause, PermissionError):
         return HostError(
-            "this user may not speak to the Docker Engine", where=where, id="docker-permission",
+            "permission denied on the Docker socket", where=where, id="docker-permission",
             hint=f"sudo usermod -aG {_group(parts.path)} $USER, then log in again; members of that "
             "group are as good as root",
         )  # fmt: skip
     if isinstance(cause, FileExistsError):
         return HostError(
-            "what should be the Docker Engine's socket is none: a file or a folder lies there",
+            f"{parts.path} is not a socket",
             where=where, id="docker-socket",
-            hint="remove it and start the engine anew, or name the right socket in DOCKER_HOST",
+            hint="remove it and restart the engine, or name the right socket in DOCKER_HOST",
         )  # fmt: skip
     if isinstance(cause, socket.gaierror):
         return HostError(
-            f"the Docker Engine's machine is not known: {parts.hostname}", where=where,
+            f"unknown host of the Docker Engine: {parts.hostname}", where=where,
             id="docker-host-unknown",
-            hint="mend the name where it is set (DOCKER_HOST, or: docker context ls), or the "
+            hint="fix the name where it is set (DOCKER_HOST, or: docker context ls), or the "
             "network's name service",
         )  # fmt: skip
-    # A unix socket on which too many wait already gives no time-out, but says at once: again later.
+    # A unix socket with a full queue does not time out, but fails at once with EAGAIN.
     if isinstance(cause, TimeoutError | BlockingIOError) or "timed out" in str(cause):
         return HostError(
             "the Docker Engine does not answer in time", where=where, id="docker-timeout",
-            hint="it hangs, or its machine does: see journalctl -u docker; what ends a hanging one "
+            hint="it or its machine hangs: see journalctl -u docker; restarting it "
             "(systemctl restart docker) ends its containers too",
         )  # fmt: skip
     if "TLS" in type(cause).__name__ or "SSL" in type(cause).__name__:
@@ -192,23 +191,9 @@ def _by_cause(cause: BaseException, where: str, parts: SplitResult) -> HostError
 
 
 def _group(path: str) -> str:
-    """Whose members may use a socket; `docker` where that cannot be seen, or is root's own."""
+    """The group that may use a socket; `docker` if it cannot be read or is root's."""
     try:
         name = grp.getgrgid(os.stat(path).st_gid).gr_name
     except (OSError, KeyError, ValueError):
         return "docker"
     return "docker" if name == "root" else name
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception with all that it wraps: urllib3 and requests keep the cause in `args`."""
-    seen: set[int] = set()
-    left: list[BaseException] = [error]
-    while left:
-        one = left.pop(0)
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        yield one
-        inner = (one.__cause__, one.__context__, getattr(one, "reason", None), *one.args)
-        left += [cause for cause in inner if isinstance(cause, BaseException)]

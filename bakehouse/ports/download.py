@@ -1,66 +1,34 @@
-"""A download that survives: resumed, retried with backoff, placed by a rename when it is whole."""
+"""Downloads that resume, retry with backoff, and are renamed into place once they are whole."""
 
 from __future__ import annotations
 
-import email.utils
-import errno
 import json
 import os
-import random
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import requests
-import tenacity
 import urllib3
 
-from bakehouse.errors import HostError
+from bakehouse.atomic import fsync_folder
+from bakehouse.errors import HostError, is_disk_full, os_error
 from bakehouse.ports.clock import Clock
-from bakehouse.ports.http import HttpStatus, Unreachable, is_loopback
-from bakehouse.ports.transport import exchange, why
+from bakehouse.ports.http import HttpStatus, Unreachable, exchange, is_loopback, why
 from bakehouse.redact import clean, without_credentials
+from bakehouse.util.retry import BUSY, Retry, TransientError, asks_to_return, retry_after
 
 CONNECT_S = 20.0
 SILENCE_S = 60.0
-"""Without a byte for so long, the connection counts as lost."""
-ATTEMPTS = 6
-"""In a row that did not come further than those before."""
-NEAR_ATTEMPTS = 3
-"""As many are enough where this machine itself refuses the connection: nobody listens."""
+"""The connection counts as lost after this long without a byte."""
 LONGEST_WAIT_S = 300.0
 """A host that asks for a longer pause is not waited for."""
 CHUNK = 2**18
-_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
-
-class _Transient(Exception):
-    """Worth another try; `after` is what the host asked for, in seconds."""
-
-    def __init__(self, reason: str, after: float | None = None, *, refused: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.after = after
-        self.refused = refused
-
-
-def retry_after(value: str | None, now: float) -> float | None:
-    """Seconds to wait that a Retry-After header names, as a number or a date; None without."""
-    if not value:
-        return None
-    if value.strip().isdigit():
-        return float(value)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - now)
-    except ValueError:
-        return None
 
 
 class Download:
-    """One file on its way. What has come so far is in `target.part`, its source in a note."""
+    """One file. What has arrived is in `target.part`, and its source in `target.part.json`."""
 
     def __init__(
         self,
@@ -79,74 +47,37 @@ class Download:
         self.headers = {k: v for k, v in headers.items() if k.lower() not in ("range", "if-range")}
         self.size = size
         self.on_bytes = on_bytes
-        self.on_wait = on_wait
-        self.clock = clock
         self.shown = without_credentials(url)
-        self._failures = 0
+        self._retry = Retry(clock.sleep, longest_wait=LONGEST_WAIT_S, say=on_wait, where=self.shown)
         self._furthest = 0
         self._patched = True
 
     def run(self) -> bool:
-        """Fetch, resume and retry until the whole file is in place.
+        """Fetch, resume and retry until the whole file is in place. Raises HostError.
 
-        Give whether it was put together from several answers.
+        Return whether it was put together from several responses.
         """
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(_Transient),
-            stop=self._give_up,
-            wait=self._pause,
-            sleep=self.clock.sleep,
-            before_sleep=self._tell,
-            reraise=True,
-        )
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            retrying(self._attempt)
+            self._retry.call(self._attempt)
             self._place()
             return self._patched
-        except _Transient as error:
-            way = "run it again then" if error.after else "check the network and run it again"
+        except TransientError as error:
+            way = "try again later" if error.after else "check the network and run it again"
             raise HostError(
-                f"the download did not come to its end: {error.reason}",
+                f"the download failed: {error.reason}",
                 where=self.shown,
-                hint=f"{way}; what has come so far is kept and resumed",
+                hint=f"{way}; the partial download is kept and resumed",
                 id="download",
             ) from None
         except OSError as error:
             raise self._disk(error) from error
 
-    def _give_up(self, state: tenacity.RetryCallState) -> bool:
-        error = state.outcome.exception() if state.outcome else None
-        if not isinstance(error, _Transient):
-            return True
-        return self._failures >= self._most(error) or (error.after or 0.0) > LONGEST_WAIT_S
-
-    def _most(self, error: _Transient) -> int:
-        near = error.refused and is_loopback(self.url)
-        return NEAR_ATTEMPTS if near else ATTEMPTS
-
-    def _tell(self, state: tenacity.RetryCallState) -> None:
-        """Say why there is a pause, before it."""
-        error = state.outcome.exception() if state.outcome else None
-        if self.on_wait and isinstance(error, _Transient) and state.upcoming_sleep > 0:
-            self.on_wait(
-                f"{error.reason}; try {self._failures + 1} of {self._most(error)} "
-                f"in {state.upcoming_sleep:.1f} s: {self.shown}"
-            )
-
-    def _pause(self, state: tenacity.RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome else None
-        if isinstance(error, _Transient) and error.after is not None:
-            return error.after
-        backoff = min(30.0, 0.5 * 2.0**self._failures)
-        return backoff * random.uniform(0.75, 1.25)  # noqa: S311 - spreads load, guards nothing
-
     def _attempt(self) -> None:
-        """Ask for what is missing and write it."""
+        """Request the missing bytes and write them."""
         have = self._resumable()
         if self.size is not None and have == self.size > 0:
             return
-        self._failures += 1
         sent = dict(self.headers)
         if have:
             sent["Range"] = f"bytes={have}-"
@@ -156,16 +87,17 @@ class Download:
             with exchange(
                 "GET", self.url, headers=sent, timeouts=(CONNECT_S, SILENCE_S)
             ) as response:
-                if self._judge(response, have):
+                if self._has_body(response, have):
                     self._receive(response, have if response.status_code == 206 else 0)
         except (requests.RequestException, urllib3.exceptions.HTTPError, Unreachable) as error:
             found = why(error)
             if isinstance(error, Unreachable | requests.exceptions.InvalidURL):
                 raise HostError(found.why, where=self.shown, id="download") from error
-            raise _Transient(found.why, refused=found.refused) from error
+            near = found.refused and is_loopback(self.url)
+            raise TransientError(found.why, nobody_listens=near) from error
 
-    def _judge(self, response: requests.Response, have: int) -> bool:
-        """Whether a body is to be received; False where all of it is here already."""
+    def _has_body(self, response: requests.Response, have: int) -> bool:
+        """Whether to receive the body; False if the part is whole already."""
         status = response.status_code
         if status == 200:
             return True
@@ -175,17 +107,17 @@ class Download:
             if begin == have and not changed and (self.size is None or total == self.size):
                 return True
             self._discard()
-            raise _Transient("the host answered with another part than was asked for", 0.0)
+            raise TransientError("the host sent another range than requested; starting over", 0.0)
         if status == 416 and have:
             _, total = _content_range(response.headers.get("Content-Range"))
             if total == have and self.size in (None, have):
                 return False
             self._discard()
-            raise _Transient("what was kept does not fit the file any more", 0.0)
-        if status in _TRANSIENT:
-            after = retry_after(response.headers.get("Retry-After"), time.time())
-            wish = f", and asks to come back in {after:.0f} s" if after else ""
-            raise _Transient(f"the host answers {status} {clean(response.reason)}{wish}", after)
+            raise TransientError("partial download does not match the file; starting over", 0.0)
+        if status in BUSY:
+            after = retry_after(response.headers)
+            answer = f"the host answers {status} {clean(response.reason)}"
+            raise TransientError(answer + asks_to_return(after), after)
         raise HttpStatus(
             f"the host answers {status} {clean(response.reason or '')}".rstrip(),
             status=status,
@@ -201,7 +133,7 @@ class Download:
             total = begin + int(length)
             self._expect(total, response.headers.get("Content-Type", ""))
         self._patched = begin > 0
-        self._check_room((total or 0) - begin)
+        self._check_space((total or 0) - begin)
         self._write_note(response, total)
         done = begin
         with self.part.open("r+b" if begin else "wb") as file:
@@ -210,9 +142,10 @@ class Download:
             for chunk in response.raw.stream(CHUNK, decode_content=False):
                 file.write(chunk)
                 done += len(chunk)
-                # A host that cuts off at the same place every time makes no progress.
+                # A host that always cuts off at the same place makes no progress.
                 if done > self._furthest:
-                    self._failures, self._furthest = 0, done
+                    self._retry.made_progress()
+                    self._furthest = done
                 if self.on_bytes:
                     self.on_bytes(done, total)
                 if total is not None and done > total:
@@ -220,17 +153,17 @@ class Download:
             file.flush()
             os.fsync(file.fileno())
         if total is not None and done < total:
-            raise _Transient(f"the answer was cut off after {done:,} of {total:,} bytes")
+            raise TransientError(f"the answer was cut off after {done:,} of {total:,} bytes")
 
     def _expect(self, total: int, kind: str = "") -> None:
-        """Refuse a file of another size than the caller knows that it has."""
+        """Raise HostError if the size is not the one that the caller expects."""
         if self.size is not None and total != self.size:
             self._discard()
             page = ", as an HTML page" if kind.startswith("text/html") else ""
             raise HostError(
-                f"the file has another size: {self.size:,} bytes expected, {total:,} offered{page}",
+                f"wrong size: {self.size:,} bytes expected, {total:,} offered{page}",
                 where=self.shown,
-                hint="the host serves other content under this name than what was pinned",
+                hint="the host now serves other content under this name than what is pinned",
                 id="download-size",
             )
 
@@ -246,7 +179,7 @@ class Download:
         self.note.write_text(json.dumps(note))
 
     def _resumable(self) -> int:
-        """How many bytes can be kept; anything of unknown origin is discarded."""
+        """Bytes of the part that can be kept; a part of unknown origin is deleted."""
         try:
             have = self.part.stat().st_size
         except FileNotFoundError:
@@ -262,42 +195,34 @@ class Download:
         self.note.unlink(missing_ok=True)
 
     def _place(self) -> None:
-        """Rename the whole file into place, and have both on disk before saying so."""
+        """Rename the whole file into place, and sync the folder."""
         os.replace(self.part, self.target)
         self.note.unlink(missing_ok=True)
-        folder = os.open(self.target.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        fsync_folder(self.target.parent)
 
-    def _check_room(self, wanted: int) -> None:
+    def _check_space(self, wanted: int) -> None:
         free = shutil.disk_usage(self.target.parent).free
         if wanted > free:
-            raise self._no_room(f"{wanted:,} bytes are missing and {free:,} are free")
+            raise self._disk_full(f"{wanted:,} bytes needed, {free:,} free")
 
     def _disk(self, error: OSError) -> HostError:
-        if error.errno in _FULL:
-            return self._no_room(error.strerror or "no space")
-        return HostError(
-            f"the download cannot be written: {error.strerror or error}",
-            where=str(error.filename or self.target.parent),
-            hint="see that the folder exists and may be written to, or set BAKEHOUSE_HOME",
-            id="disk",
-        )
+        if is_disk_full(error):
+            return self._disk_full(error.strerror or "no space")
+        hint = "check that the folder exists and is writable, or set BAKEHOUSE_HOME"
+        return os_error(error, "the download cannot be written", self.target.parent, hint)
 
-    def _no_room(self, observed: str) -> HostError:
+    def _disk_full(self, observed: str) -> HostError:
         return HostError(
             f"the disk is full: {observed}",
             where=str(self.target.parent),
-            hint="free some space and run it again (what has come so far is kept and resumed), "
+            hint="free some space and run it again (the partial download is kept and resumed), "
             "or set BAKEHOUSE_HOME to a larger disk",
             id="disk-full",
         )
 
 
 def _validator(response: requests.Response) -> str | None:
-    """What If-Range may compare: a strong ETag, or else the modification date."""
+    """The value for If-Range: a strong ETag, or else the modification date."""
     etag = response.headers.get("ETag")
     if etag and not etag.startswith("W/"):
         return str(etag)
@@ -305,7 +230,7 @@ def _validator(response: requests.Response) -> str | None:
 
 
 def _content_range(value: str | None) -> tuple[int | None, int | None]:
-    """First byte and total of `bytes 10-99/100` or `bytes */100`; None for what is not there."""
+    """First byte and total of `bytes 10-99/100` or `bytes */100`; None for a missing one."""
     unit, _, rest = (value or "").partition(" ")
     span, _, total = rest.partition("/")
     begin = span.partition("-")[0]
@@ -316,10 +241,10 @@ def _content_range(value: str | None) -> tuple[int | None, int | None]:
 
 def _status_hint(status: int) -> str:
     hints = {
-        401: "the host wants a login: see that the right token is set",
-        403: "the host knows you and says no, or wants terms to be accepted first",
-        404: "see that the address is right and that the file is still there",
-        410: "the file was taken away",
-        451: "the file was taken away for legal reasons",
+        401: "login required: check that the right token is set",
+        403: "access denied: check permissions, or accept the terms in a browser",
+        404: "check the address; the file may have been removed",
+        410: "the file was removed",
+        451: "the file was removed for legal reasons",
     }
-    return hints.get(status, "open the address in a browser to see what the host says")
+    return hints.get(status, "open the address in a browser to see the reason")

@@ -1,13 +1,12 @@
-"""Runs one command that sees a folder at a fixed path as well. Standard library only.
+"""Runs one command with a folder mounted at a fixed path. Standard library only.
 
 Started as `python -I -S fixed_path.py FOLDER PLACE -- ARGV…`. Some compilers write the absolute
 path of a source into what they make, and no flag maps it (nvcc hashes it into the names of symbols
 with internal linkage). So the work folder is mounted at PLACE, in a mount namespace that only the
-command and its children are in: every build sees the same path, two at once included, and nothing
-else on the machine sees anything. Who is not root gets a user namespace for that, in which the user
-is the same.
+command and its children are in: every build sees the same path, two at once included, and other
+processes see nothing of it. Without root, a user namespace with the same user is added.
 
-Ends with 125, and one line that says why, where the kernel does not allow it.
+Exits with 125 and the reason in one line if the kernel does not allow it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 PR_SET_PDEATHSIG = 1
 REFUSED = 125
-"""The exit code where the folder could not be mounted."""
+"""The exit code if the folder cannot be mounted."""
 
 
 def main() -> None:
@@ -53,7 +52,7 @@ def main() -> None:
 
 
 def separate(libc: ctypes.CDLL) -> None:
-    """Leave the machine's mount namespace; raises OSError where that is not allowed."""
+    """Enter a mount namespace of our own. Raises OSError if that is not allowed."""
     user, group = os.geteuid(), os.getegid()
     flags = CLONE_NEWNS if user == 0 else CLONE_NEWNS | CLONE_NEWUSER
     if libc.unshare(flags):

@@ -1,7 +1,7 @@
-"""Git, run hermetically: no configuration, hook, filter, helper or prompt of anybody's.
+"""Hermetic git: no configuration, hooks, filters, helpers or prompts of the user or the system.
 
-A URL's own scheme is the only protocol that a command may speak, so that neither a redirect nor a
-submodule can lead to another one.
+A command may use the protocol of its URL only, so that neither a redirect nor a submodule can lead
+to another one.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from bakehouse.errors import HostError, UsageError
+from bakehouse.ports.http import is_loopback
 from bakehouse.ports.process import Processes, environment
 from bakehouse.redact import clean, without_credentials
 
 OLDEST = (2, 32)
-"""GIT_CONFIG_GLOBAL and GIT_CONFIG_COUNT, which keep foreign configuration out, are this old."""
+"""The oldest git with GIT_CONFIG_GLOBAL and GIT_CONFIG_COUNT, which keep configuration out."""
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -46,10 +47,10 @@ _CONFIG: Mapping[str, str] = {
 
 
 class GitFailed(HostError):
-    """A git command that ended with an error; `said` is what it wrote, cleaned.
+    """A git command failed; `said` is its output, cleaned.
 
-    Rooms that know better what it means raise that instead; where none does, it is an error of
-    this machine: a full disk, a damaged repository.
+    Callers that know what it means raise a better error. Otherwise it is a problem of this machine,
+    such as a full disk or a damaged repository.
     """
 
     default_id = "git"
@@ -68,13 +69,13 @@ class GitFailed(HostError):
         """The first line that names an error, or the first line at all."""
         lines = [line.strip() for line in self.said.splitlines() if line.strip()]
         marked = [x for x in lines if x.startswith(("fatal:", "error:", "remote: error"))]
-        return (marked or lines or ["it said nothing"])[0]
+        return (marked or lines or ["no output"])[0]
 
 
 def check_url(url: str) -> str:
-    """Give the scheme of a repository's URL; UsageError where it is none that is spoken.
+    """Return the scheme of a repository's URL. Raises UsageError for a URL that is not allowed.
 
-    Spoken are https, ssh and file, and http to this machine. Credentials in a URL would end up in
+    Allowed are https, ssh and file, and http to this machine. Credentials in a URL would end up in
     locks and logs; a URL with a leading `-` would be an option.
     """
 
@@ -86,7 +87,7 @@ def check_url(url: str) -> str:
     if not url or url.startswith("-") or re.search(r"[\s\x00-\x1f\x7f\\]", url):
         raise refuse("it is empty, starts with '-', or holds spaces or control characters", usual)
     if "::" in url.partition("://")[0]:
-        raise refuse("remote helpers are not used", usual)
+        raise refuse("remote helpers are not supported", usual)
     scheme, separator, rest = url.partition("://")
     if not separator:
         if re.match(r"[\w.-]+@[\w.-]+:", url):
@@ -99,12 +100,12 @@ def check_url(url: str) -> str:
     except ValueError as error:
         raise refuse(f"it is malformed ({error})", usual) from None
     if scheme not in ("https", "http", "ssh", "file"):
-        raise refuse(f"'{clean(scheme)}' is not spoken", "use https, ssh or file")
+        raise refuse(f"unsupported scheme '{clean(scheme)}'", "use https, ssh or file")
     if parts.query or parts.fragment:
         raise refuse("it has a query or a fragment", usual)
     if parts.password is not None or (parts.username is not None and scheme != "ssh"):
         raise refuse(
-            "it holds credentials", "take them out; for a private repository use ssh and its agent"
+            "it contains credentials", "remove them; for a private repository use ssh and its agent"
         )
     if scheme == "file":
         if parts.netloc or not parts.path.startswith("/") or not rest.strip("/"):
@@ -113,13 +114,13 @@ def check_url(url: str) -> str:
     host = parts.hostname or ""
     if not host or host.startswith("-") or (parts.username or "").startswith("-"):
         raise refuse("it names no host", usual)
-    if scheme == "http" and host not in ("localhost", "127.0.0.1", "::1"):
-        raise refuse("http can be changed on its way", "use https")
+    if scheme == "http" and not is_loopback(url):
+        raise refuse("http can be tampered with", "use https")
     return scheme
 
 
 def file_path(url: str) -> Path:
-    """The folder that a file URL names."""
+    """The path of a file URL."""
     return Path(unquote(urlsplit(url).path))
 
 
@@ -167,9 +168,9 @@ class Git:
         extra: Mapping[str, str] | None = None,
         timeout: float = 120,
     ) -> str:
-        """Run a short command and give its standard output; GitFailed where it fails.
+        """Run a short command and return its standard output. Raises GitFailed.
 
-        `url` is the one remote that the command may speak to.
+        `url` is the only remote that the command may use.
         """
         return self.ask_both(
             repository, *arguments, url=url, stdin=stdin, extra=extra, timeout=timeout
@@ -184,7 +185,7 @@ class Git:
         extra: Mapping[str, str] | None = None,
         timeout: float = 120,
     ) -> tuple[str, str]:
-        """Do the same, and give what it wrote to standard error as well."""
+        """Run a short command; return standard output and standard error. Raises GitFailed."""
         self.check()
         argv = self._argv(repository, arguments)
         done = self._processes.capture(
@@ -202,7 +203,7 @@ class Git:
         on_line: Callable[[str], None] | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Run a long command, such as a fetch; it and its children end when we end."""
+        """Run a long command, such as a fetch, which ends when we end. Raises GitFailed."""
         self.check()
         argv = self._argv(repository, arguments)
         done = self._processes.run(
@@ -216,14 +217,14 @@ class Git:
         return ("git", "--no-pager", "--literal-pathspecs", *where, *arguments)
 
     def object_id(self, repository: Path, expression: str) -> str:
-        """The full id of what an expression names; an empty or odd answer is an error too."""
+        """The full object id of an expression. Raises GitFailed."""
         out = self.ask(repository, "rev-parse", "--verify", "--end-of-options", expression).strip()
         if not COMMIT.fullmatch(out):
             raise _failed("rev-parse", 0, f"error: '{clean(out)}' is not an object id")
         return out
 
     def check(self) -> None:
-        """See once that git is there and young enough; HostError otherwise."""
+        """Check once that git is installed and new enough. Raises HostError."""
         if self._known_good:
             return
         done = self._processes.capture(("git", "version"), env=environment(None, self._base))
@@ -236,7 +237,7 @@ class Git:
             raise HostError("git does not run", where=clean(done.err.strip()) or "git version")
         if (int(found[1]), int(found[2])) < OLDEST:
             raise HostError(
-                f"git {found[0]} is too old: foreign configuration cannot be kept out of it",
+                f"git {found[0]} is too old: it cannot ignore the user's configuration",
                 where="git version",
                 hint=f"install git {OLDEST[0]}.{OLDEST[1]} or newer",
                 id="old-git",
@@ -245,7 +246,7 @@ class Git:
 
 
 def _failed(command: str, code: int, said: str) -> HostError:
-    """Make the error; dubious ownership is the same mistake whatever the command was."""
+    """Make the error for a failed command; dubious ownership is the same for all."""
     said = without_credentials(said)
     if found := re.search(r"detected dubious ownership in repository at '([^']*)'", said):
         return foreign_owner(found[1])

@@ -1,4 +1,4 @@
-"""Runs one child and makes sure that nothing of it outlives us. Standard library only.
+"""Runs one child and ends all its descendants when the parent dies. Standard library only.
 
 Started as `python -I -S guard.py LIFELINE_FD -- ARGV…` by `ports.process`. The guard is the child's
 subreaper and holds the reading end of a pipe whose writing end only Bakehouse has: when Bakehouse
@@ -47,7 +47,7 @@ def descendants(root: int) -> list[int]:
 
 
 def end_all(root: int) -> None:
-    """TERM to everything below `root`, then KILL to what is left after the grace period."""
+    """Send TERM to all descendants of `root`, and KILL to the rest after the grace period."""
     deadline = time.monotonic() + GRACE_S
     number = int(signal.SIGTERM)
     while pids := descendants(root):
@@ -64,7 +64,7 @@ def end_all(root: int) -> None:
 
 
 def reap() -> None:
-    """Collect whatever has ended."""
+    """Reap all children that have ended."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

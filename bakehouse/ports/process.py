@@ -1,8 +1,9 @@
-"""Children: one way to run a command, with its own session, log and certain end.
+"""Runs child processes: each in its own session, with a log, and ended with all its descendants.
 
-Every child gets an argv tuple (never a shell string), an environment that is given whole (never
-inherited), a working folder and no standard input. It runs below `ports/guard.py`, so that it and
-all its descendants end when Bakehouse ends, kill -9 included.
+A child gets an argument list (never a shell string), a whole environment (never inherited), a
+working folder and no standard input. It runs below `ports/guard.py`, which ends it and all its
+descendants when Bakehouse ends, kill -9 included. If the guard itself is killed, its descendants
+become our children, since we are the next subreaper above it, and we kill them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -30,13 +31,13 @@ PASSED_ON = (
     "HOME", "USER", "LOGNAME", "PATH", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR",
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
 )  # fmt: skip
-"""Variables that every child may see. No tokens: the step that needs one names it."""
+"""Variables that every child may see. No tokens: a step that needs one names it."""
 
 
 def environment(
     extra: Mapping[str, str] | None = None, base: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Give a child's whole environment: allowlist, fixed locale and time zone, `extra`."""
+    """Make a child's whole environment: allowed variables, fixed locale and time zone, `extra`."""
     base = os.environ if base is None else base
     chosen = {name: base[name] for name in PASSED_ON if name in base}
     return {**chosen, "LC_ALL": "C.UTF-8", "LANG": "C.UTF-8", "TZ": "UTC", **(extra or {})}
@@ -74,7 +75,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Captured:
-    """What a short command answered: both streams apart, as text."""
+    """Result of a short command: both output streams, as text."""
 
     argv: tuple[str, ...]
     code: int
@@ -88,7 +89,7 @@ class Captured:
 
 
 class Processes(Protocol):
-    """The process port."""
+    """Runs child processes."""
 
     def run(
         self,
@@ -112,11 +113,11 @@ class Processes(Protocol):
         timeout: float = 60,
         stdin: bytes | None = None,
     ) -> Captured:
-        """Run a short command and give both streams; a command that is not there gives code 127."""
+        """Run a short command; one that is not found gives code 127. `timeout` in seconds."""
 
 
 class RealProcesses:
-    """The process port on this machine."""
+    """Runs child processes on this machine."""
 
     def run(
         self,
@@ -130,11 +131,9 @@ class RealProcesses:
         keep_lines: int = 200,
     ) -> Finished:
         """See `Processes.run`."""
-        from bakehouse.ports.orphans import adopting  # ctypes, which `plan` can do without
-
         started = time.monotonic()
         tail: deque[str] = deque(maxlen=keep_lines)
-        with adopting():
+        with _adopting_orphans():
             code = _guarded(argv, env, cwd, timeout, lambda child: _pump(child, log, tail, on_line))
         seconds = time.monotonic() - started
         timed_out = timeout is not None and code == 143 and seconds >= timeout
@@ -180,26 +179,22 @@ def _guarded(
     timeout: float | None,
     read: Callable[[subprocess.Popen[bytes]], None],
 ) -> int:
-    """Run a command below a guard, let `read` have its output; give how the guard ended."""
-    from bakehouse.ports.orphans import end_orphans, start_guard, watched
-
+    """Run a command below a guard, let `read` take its output; return the guard's exit code."""
     lifeline_read, lifeline_write = os.pipe()
-
-    def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", GUARD, str(lifeline_read), "--", *argv],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=cwd,
-            env=dict(env),
-            pass_fds=(lifeline_read,),
-            start_new_session=True,
-            umask=0o022,
-        )
-
     try:
-        guard = start_guard(start)
+        with _lock:  # else the guard itself could be taken for an orphan
+            guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", GUARD, str(lifeline_read), "--", *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=cwd,
+                env=dict(env),
+                pass_fds=(lifeline_read,),
+                start_new_session=True,
+                umask=0o022,
+            )
+            _guards.add(guard.pid)
     except BaseException:
         os.close(lifeline_write)
         raise
@@ -209,19 +204,95 @@ def _guarded(
     if timer:
         timer.daemon = True
         timer.start()
-    with watched(guard.pid):
-        try:
-            read(guard)
-        finally:
-            os.close(lifeline_write)
-            if timer:
-                timer.cancel()
-            code = guard.wait()
-            if code < 0:
-                end_orphans()  # the watch may have come too late to see how it ended
-            if guard.stdout:
-                guard.stdout.close()
+    # Orphans are ended at once: they may hold the pipe from which the output is read.
+    watch = threading.Thread(target=_end_orphans_of, args=(guard.pid,), daemon=True)
+    watch.start()
+    try:
+        read(guard)
+    finally:
+        os.close(lifeline_write)
+        if timer:
+            timer.cancel()
+        code = guard.wait()
+        if code < 0:
+            end_orphans()  # the watch may have come too late to see how the guard ended
+        if guard.stdout:
+            guard.stdout.close()
+        watch.join(2 * ORPHANS_S)
+        with _lock:
+            _guards.discard(guard.pid)
     return code
+
+
+ORPHANS_S = 5.0
+"""Limit for ending orphans, in seconds."""
+_lock = threading.Lock()
+_adopters = 0
+"""Commands that run or are about to."""
+_guards: set[int] = set()
+
+
+def _set_subreaper(wanted: bool) -> None:
+    import ctypes  # which `plan` does not need
+
+    from bakehouse.ports.guard import PR_SET_CHILD_SUBREAPER
+
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
+
+
+@contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Become the parent of orphans below us; enter before a guard starts."""
+    global _adopters  # noqa: PLW0603 - being a subreaper is a state of the whole process
+    with _lock:
+        _set_subreaper(True)
+        _adopters += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _adopters -= 1
+            _set_subreaper(_adopters > 0)
+
+
+def _end_orphans_of(guard: int) -> None:
+    """Wait for the guard's end, without reaping it; if it was killed, end what it left."""
+    with suppress(ChildProcessError):
+        ended = os.waitid(os.P_PID, guard, os.WEXITED | os.WNOWAIT)
+        if ended and ended.si_code != os.CLD_EXITED:
+            end_orphans()
+
+
+def end_orphans() -> None:
+    """Kill what a killed guard left to us, and all below it, until nothing is left.
+
+    Whatever dies here leaves its own children to us before it can be reaped, so none is missed.
+    """
+    from bakehouse.ports.guard import descendants
+
+    deadline = time.monotonic() + ORPHANS_S
+    while (found := _orphans()) and time.monotonic() < deadline:
+        for pid in [*found, *(below for top in found for below in descendants(top))]:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in found:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+
+
+def _orphans() -> list[int]:
+    """Our children in another session that are not guards: what ran below a guard."""
+    ours, session = os.getpid(), os.getsid(0)
+    found = []
+    with _lock:
+        for name in os.listdir("/proc"):
+            with suppress(OSError, IndexError, ValueError):
+                fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+                parent, of = int(fields[1]), int(fields[3])
+                if parent == ours and of != session and int(name) not in _guards:
+                    found.append(int(name))
+    return found
 
 
 def _pump(

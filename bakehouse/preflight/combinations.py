@@ -15,7 +15,7 @@ from bakehouse.checkpoints.whole import Checkpoint
 from bakehouse.checks import Check, Verdict
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, Fault, RecipeError
-from bakehouse.host import read_gpus
+from bakehouse.host import compute_capabilities
 from bakehouse.lock import Lock
 from bakehouse.preflight.known_bad import PREFIX, Row, judge, rows, situation_of
 from bakehouse.preflight.rules import load_sound
@@ -82,7 +82,7 @@ def meant_for(ctx: Context, loaded: Loaded) -> tuple[str, ...]:
     build = loaded.recipe.build
     if build is None or build.cuda is None or build.cmake.get(ARCHITECTURES) != "native":
         return ()
-    return tuple(gpu.compute_capability for gpu in read_gpus(ctx.processes))
+    return compute_capabilities(ctx.processes)
 
 
 def types_in(checkpoints: Iterable[Checkpoint | None]) -> frozenset[str]:

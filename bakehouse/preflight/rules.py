@@ -10,7 +10,7 @@ from bakehouse.engines.engine import engine_of
 from bakehouse.engines.llamacpp.cmake import NOTHING, refusals
 from bakehouse.engines.vllm import flags
 from bakehouse.errors import Fault, RecipeError, UsageError
-from bakehouse.ports.docker_facts import gpu_request
+from bakehouse.ports.docker import gpu_request
 from bakehouse.preflight import vllm
 from bakehouse.preflight.address import bind_address
 from bakehouse.preflight.volumes import volumes

@@ -16,6 +16,7 @@ from bakehouse.probe.reply import BUSY, Told, read_json
 from bakehouse.probe.types import Endpoint
 from bakehouse.progress import Progress
 from bakehouse.records.model import Cost
+from bakehouse.util.retry import Retry, TransientError, retry_after
 
 
 class Around(Protocol):
@@ -109,34 +110,21 @@ class Talk:
         return self._patiently("POST", path, dict(body), tokens)
 
     def _patiently(self, method: str, path: str, body: Any, tokens: int) -> Told:
-        import tenacity  # only a probe needs it
-
-        waits: list[float] = []
-
-        def attempt() -> Told:
-            told, retry_after = self._once(method, path, body, tokens)
-            waits.append(retry_after)
+        def once() -> Told:
+            told, after = self._once(method, path, body, tokens)
+            if _worth_another_try(told):
+                after = None if after is None else min(after, self._patience.longest_wait)
+                raise TransientError(told.problem or "busy", after, reply=told)
             return told
 
-        def wait(state: tenacity.RetryCallState) -> float:
-            seconds = max(waits[-1], 0.2 * float(2**state.attempt_number))
-            return min(seconds, self._patience.longest_wait)
+        attempts = self._patience.attempts
+        try:
+            return Retry(self._clock.sleep, attempts=attempts, first_pause=0.4).call(once)
+        except TransientError as error:
+            told: Told = error.reply
+            return replace(told, problem=f"{told.problem} (asked {attempts} times)")
 
-        def last(state: tenacity.RetryCallState) -> Told:
-            told: Told = state.outcome.result() if state.outcome else Told(problem="not asked")
-            return replace(told, problem=f"{told.problem} (asked {state.attempt_number} times)")
-
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(self._patience.attempts),
-            wait=wait,
-            retry=tenacity.retry_if_result(_worth_another_try),
-            retry_error_callback=last,
-            sleep=self._clock.sleep,
-        )
-        told: Told = retrying(attempt)
-        return told
-
-    def _once(self, method: str, path: str, body: Any, tokens: int) -> tuple[Told, float]:
+    def _once(self, method: str, path: str, body: Any, tokens: int) -> tuple[Told, float | None]:
         """Send one request; give what was told, and the seconds of Retry-After."""
         began = self._clock.monotonic()
         try:
@@ -152,10 +140,10 @@ class Talk:
             seconds = self._clock.monotonic() - began
             broken = not error.refused and error.why.startswith(_BROKEN)
             self._count({})
-            return Told(problem=error.why, lost=True, broken=broken, seconds=seconds), 0.0
+            return Told(problem=error.why, lost=True, broken=broken, seconds=seconds), None
         told = read_json(reply)
         self._count(told.data)
-        return told, _retry_after(reply.headers) if told.problem else 0.0
+        return told, retry_after(reply.headers) if told.problem else None
 
     def _count(self, data: Any) -> None:
         """Count a request, and the tokens that its answer says it took."""
@@ -192,12 +180,3 @@ def _worth_another_try(told: Told) -> bool:
     Not after a time-out, and not where nobody listens: those would only wait again.
     """
     return told.http_status in BUSY or told.broken
-
-
-def _retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds that the server asks to wait; 0 where it does not say, or says a date."""
-    value = next((v for k, v in headers.items() if k.lower() == "retry-after"), "0")
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        return 0.0

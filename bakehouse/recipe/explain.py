@@ -17,9 +17,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from bakehouse.errors import Fault
-from bakehouse.recipe.faults import Origin, did_you_mean, dotted, kind, near
+from bakehouse.recipe.faults import Origin, dotted, kind
 from bakehouse.recipe.merge import KeyPath
 from bakehouse.recipe.model import Recipe
+from bakehouse.util.text import closest_match, did_you_mean
 
 STAND_INS: dict[str, Any] = {
     "schema": 1,
@@ -181,7 +182,7 @@ def _mend(
     last = path[-1]
     if error["type"] == "extra_forbidden":
         value = holder.pop(last, None)
-        meant = near(str(last), _names(model_at(path[:-1])))
+        meant = closest_match(str(last), _names(model_at(path[:-1])))
         if meant and meant not in holder:
             holder[meant] = value
             renamed[(*path[:-1], meant)] = path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -46,19 +45,6 @@ def printable(text: str, limit: int = MAX_MESSAGE) -> str:
     """Escape what a terminal would obey, and cut what nobody would read."""
     safe = clean(text[: 4 * limit], one_line=True)
     return safe if len(safe) <= limit else safe[: limit - 1] + "…"
-
-
-def near(word: str, known: Iterable[str]) -> str | None:
-    """Give the known word that is most like `word`, if one is."""
-    choices = {k.lower(): k for k in known}
-    found = difflib.get_close_matches(word.lower()[:80], list(choices), n=1, cutoff=0.6)
-    return choices[found[0]] if found else None
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """Give the hint for a misspelled word, if a known one is near."""
-    found = near(word, known)
-    return f"did you mean {found}?" if found else None
 
 
 def kind(value: Any) -> str:

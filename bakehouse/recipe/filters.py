@@ -13,7 +13,8 @@ from jinja2.filters import FILTERS as BUILT_IN
 from jinja2.runtime import Undefined
 from jinja2.utils import missing
 
-from bakehouse.recipe.faults import did_you_mean, kind, printable
+from bakehouse.recipe.faults import kind, printable
+from bakehouse.util.text import did_you_mean
 
 MAX_TEXT = 2**20
 MAX_ITEMS = 10_000

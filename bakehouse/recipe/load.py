@@ -10,10 +10,11 @@ from pathlib import Path
 
 from bakehouse.errors import Fault, NotFound, RecipeError
 from bakehouse.recipe.explain import Judged, Places, judge
-from bakehouse.recipe.faults import Origin, did_you_mean, printable, shown
+from bakehouse.recipe.faults import Origin, printable, shown
 from bakehouse.recipe.merge import Gathered, KeyPath, flatten, gather
 from bakehouse.recipe.model import Recipe
 from bakehouse.recipe.variables import trial_variables
+from bakehouse.util.text import did_you_mean
 
 SUFFIX = ".yaml"
 USED_IN_COMMANDS = {"serve", "weights", "host", "name"}

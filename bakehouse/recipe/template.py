@@ -20,8 +20,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import missing
 
 from bakehouse.recipe import filters
-from bakehouse.recipe.faults import did_you_mean, kind
+from bakehouse.recipe.faults import kind
 from bakehouse.recipe.filters import Several
+from bakehouse.util.text import did_you_mean
 
 MAX_TEMPLATE = 32 * 1024
 MAX_DEPTH = 60

@@ -21,7 +21,8 @@ from typing import Any, Protocol
 from bakehouse import atomic
 from bakehouse.base import plain, to_json
 from bakehouse.checks import Check, not_passed
-from bakehouse.errors import BakehouseError, HostError, NotFound
+from bakehouse.errors import BakehouseError, NotFound, os_error
+from bakehouse.logs import event, run_events
 from bakehouse.places import Places
 from bakehouse.ports.clock import Clock
 from bakehouse.progress import Progress
@@ -29,6 +30,7 @@ from bakehouse.records.index import Entry, Index
 from bakehouse.records.model import Answer, Failure, Record, StepRecord, SuiteRecord
 from bakehouse.records.note import add_record
 from bakehouse.redact import Redactor, secret_values
+from bakehouse.util.text import size_text
 
 UNFINISHED = "unfinished"
 """The verdict of a run that has not ended, or never could end."""
@@ -54,6 +56,10 @@ class Ended(Protocol):
 
     @property
     def code(self) -> int: ...  # noqa: D102
+
+
+EVENTS = "events.jsonl"
+"""In a run's folder: one JSON document for each step, appended as it ends."""
 
 
 class StepRun:
@@ -106,11 +112,15 @@ class Run:
             run = cls(ctx, task, recipe_name, ctx.clock.now())
             run._write(UNFINISHED, exit_code=1, ok=False)
         try:
-            yield run
+            with run_events(run.folder / EVENTS, ctx.redactor):
+                yield run
         except BaseException as error:
             add_record(error, str(run.folder))
             run._end_with(error)
             raise
+        finally:
+            with suppress(OSError):
+                run._hide_in(run.folder / EVENTS)
         verdict, code = run._verdict()
         with _explained(ctx.places.state):
             run._write(verdict, exit_code=code, ok=code == 0)
@@ -139,7 +149,7 @@ class Run:
         finally:
             with suppress(OSError):
                 self._hide_in(log)
-            self._steps[number] = StepRecord(
+            self._steps[number] = ended = StepRecord(
                 id=id,
                 argv=tuple(argv),
                 started=_utc(started),
@@ -147,6 +157,7 @@ class Run:
                 code=step.code,
                 log=log.name if log.exists() else None,
             )
+            event("step", run=self.id, **ended.to_data())
         self.save()
 
     def check(self, *checks: Check) -> None:
@@ -309,14 +320,17 @@ def _explained(state: Path) -> Iterator[None]:
     except OSError as error:
         free = ""
         with suppress(OSError):
-            free = f" ({shutil.disk_usage(state).free / 2**20:.0f} MiB free)"
-        raise HostError(
-            f"the record of this run cannot be written: {error.strerror or error}",
-            where=f"{error.filename or state}{free}",
-            hint="free some space or mend the permissions there, or set BAKEHOUSE_HOME to a folder "
+            free = f" ({size_text(shutil.disk_usage(state).free)} free)"
+        failed = os_error(
+            error,
+            "the record of this run cannot be written",
+            state,
+            "free some space or fix the permissions there, or set BAKEHOUSE_HOME to a folder "
             "that can be written",
-            id="state-not-writable",
-        ) from error
+            "state-not-writable",
+        )
+        failed.where = f"{failed.where}{free}"
+        raise failed from error
 
 
 def _make_folder(runs: Path, task: str, recipe: str | None, now: datetime) -> tuple[str, Path]:

@@ -22,6 +22,7 @@ from bakehouse.serve.processes import Process
 from bakehouse.serve.proof import Evidence, Prove, Running, prove, running
 from bakehouse.serve.ready import Limits, Waiting
 from bakehouse.signatures.catalogue import catalogue
+from bakehouse.util.files import file_lock
 
 
 class Notes(Protocol):
@@ -82,19 +83,9 @@ def identity_digest(plan: ServePlan, *parts: str) -> str:
 @contextmanager
 def turn(ctx: Context, folder: Path) -> Iterator[None]:
     """Hold the right to start or prove the server of this name; wait while another has it."""
-    from filelock import FileLock, Timeout  # not needed where nothing is served
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.parent / f".{folder.name}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        ctx.progress.say(f"another serve of {folder.name} is under way; waiting for it")
-        lock.acquire()
-    try:
+    lock = folder.parent / f".{folder.name}.lock"
+    with file_lock(lock, f"server {folder.name}", ctx.progress.say):
         yield
-    finally:
-        lock.release()
 
 
 def bring_up(ctx: Context, order: Order, questions: Prove, notes: Notes) -> Ready:

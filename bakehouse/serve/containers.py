@@ -18,10 +18,9 @@ from urllib.parse import urlsplit
 from bakehouse.errors import BakehouseError, HostError, UsageError
 from bakehouse.plan.container import NONCE, SERVER, container_name
 from bakehouse.plan.types import ServePlan
-from bakehouse.ports.docker import ContainerFacts, Docker, Mount
-from bakehouse.ports.docker_engine import REMEMBERED_S, RealDocker
-from bakehouse.ports.docker_errors import LOOPBACK
-from bakehouse.ports.docker_where import find_endpoint
+from bakehouse.ports.docker import ContainerFacts, Mount
+from bakehouse.ports.docker_engine import REMEMBERED_S, RealDocker, find_endpoint
+from bakehouse.ports.http import is_loopback
 from bakehouse.preflight.volumes import reaches
 from bakehouse.serve.processes import is_in, tree
 
@@ -44,7 +43,7 @@ ENGINE_VARIABLES = (
 class Box:
     """One container of ours on one engine."""
 
-    docker: Docker
+    docker: RealDocker
     id: str
     inside_port: int
     image: str | None = None
@@ -79,7 +78,7 @@ def engine_environment(base: Mapping[str, str]) -> dict[str, str]:
     return {name: base[name] for name in ENGINE_VARIABLES if name in base}
 
 
-def engine_at(host: str | None, *, patience: float | None = None) -> Docker:
+def engine_at(host: str | None, *, patience: float | None = None) -> RealDocker:
     """Give the engine that a server was started on: its address is on record."""
     environment = dict(os.environ)
     if host and find_endpoint_host(environment) != host:
@@ -88,7 +87,7 @@ def engine_at(host: str | None, *, patience: float | None = None) -> Docker:
     return RealDocker(environment, patience=patience)
 
 
-def ask(host: str | None, question: Callable[[Docker], T]) -> T:
+def ask(host: str | None, question: Callable[[RealDocker], T]) -> T:
     """Ask a server's engine something short. Raises HostError within seconds, also where it hangs.
 
     That nobody answered in time is remembered for a moment, so that the next one need not wait.
@@ -138,7 +137,7 @@ def marked_engine(folder: Path) -> str | None:
 
 
 def make(
-    docker: Docker, plan: ServePlan, folder: Path, nonce: str, secret: tuple[str, str] | None
+    docker: RealDocker, plan: ServePlan, folder: Path, nonce: str, secret: tuple[str, str] | None
 ) -> str:
     """Make, and do not start, the container of one launch; give its id.
 
@@ -194,14 +193,14 @@ def _mount(mount: Mount, sockets: tuple[str, ...]) -> Mount:
     return mount.model_copy(update={"source": source})
 
 
-def withdraw(docker: Docker, folder: Path, nonce: str) -> None:
+def withdraw(docker: RealDocker, folder: Path, nonce: str) -> None:
     """Remove the container of a launch that came to nothing."""
     with suppress(BakehouseError):
         for one in docker.containers({SERVER: str(folder), NONCE: nonce}):
             docker.remove(one.id)
 
 
-def _take_name(docker: Docker, name: str, folder: Path) -> None:
+def _take_name(docker: RealDocker, name: str, folder: Path) -> None:
     """Have the name free: our own leftover goes, anybody else's container stays."""
     there = docker.container(name)
     if there is None:
@@ -227,7 +226,7 @@ def refuse_remote(host: str) -> None:
     """Raise HostError for an engine on another machine: neither files nor ports are ours there."""
     parts = urlsplit(host)
     name = parts.hostname or ""
-    if parts.scheme in ("tcp", "http", "https", "ssh") and name not in LOOPBACK:
+    if parts.scheme in ("tcp", "http", "https", "ssh") and not is_loopback(host):
         raise HostError(
             f"the Docker Engine is on another machine: {name}", where=host, id="docker-remote",
             hint="weights are mounted from this machine, and proven on its loopback: run Bakehouse "

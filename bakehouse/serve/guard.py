@@ -16,6 +16,7 @@ from typing import Any
 
 from bakehouse.serve.oom import kernel_messages, open_ring
 from bakehouse.serve.room import limited_groups
+from bakehouse.util.text import size_text as amount
 
 GIB, MIB = 2**30, 2**20
 SLOW_S, FAST_S = 0.2, 0.1
@@ -228,11 +229,6 @@ class Guard:
             "stop": self.bounds.stop,
         }
         return Alarm(kind, f"{amount(now.available)} of memory left: {why}", figures, now.messages)
-
-
-def amount(size: float) -> str:
-    """Write bytes for people."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
 
 
 class Sensor:

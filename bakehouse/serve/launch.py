@@ -19,7 +19,7 @@ from typing import Any
 from bakehouse.engines.engine import engine_of
 from bakehouse.errors import BakehouseError, HostError
 from bakehouse.plan.types import ServePlan
-from bakehouse.ports.docker import Docker
+from bakehouse.ports.docker_engine import RealDocker
 from bakehouse.ports.process import environment
 from bakehouse.serve import aftermath, containers
 from bakehouse.serve import state as states
@@ -148,7 +148,7 @@ class Link:
 
 
 def launch(
-    plan: ServePlan, settings: Settings, base: Mapping[str, str], docker: Docker | None = None
+    plan: ServePlan, settings: Settings, base: Mapping[str, str], docker: RealDocker | None = None
 ) -> Link:
     """Start the server of a plan; `base` is the environment to choose from.
 
@@ -181,7 +181,11 @@ def launch(
 
 
 def _started(
-    plan: ServePlan, settings: Settings, spec: Spec, docker: Docker | None, base: Mapping[str, str]
+    plan: ServePlan,
+    settings: Settings,
+    spec: Spec,
+    docker: RealDocker | None,
+    base: Mapping[str, str],
 ) -> Link:
     """Start the keeper, once the container is made where the plan wants one.
 
@@ -210,7 +214,7 @@ def _started(
 
 
 def _in_container(
-    plan: ServePlan, settings: Settings, spec: Spec, docker: Docker, base: Mapping[str, str]
+    plan: ServePlan, settings: Settings, spec: Spec, docker: RealDocker, base: Mapping[str, str]
 ) -> tuple[containers.Box, Spec]:
     """Make the container, and have the keeper run what starts and follows it."""
     engine = engine_of(settings.engine)

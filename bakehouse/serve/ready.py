@@ -14,7 +14,6 @@ from bakehouse.context import Context
 from bakehouse.engines.engine import Answer, engine_of
 from bakehouse.errors import BakehouseError, HostError, NotHealthy
 from bakehouse.host import read_host
-from bakehouse.memory.types import gib
 from bakehouse.ports.http import Unreachable
 from bakehouse.progress import Bar
 from bakehouse.serve.activity import Silence, read_activity
@@ -24,6 +23,7 @@ from bakehouse.serve.launch import Link
 from bakehouse.serve.listeners import Listener, owned
 from bakehouse.serve.processes import tree
 from bakehouse.serve.watch import Tail
+from bakehouse.util.text import size_text as gib
 
 POLL_S = 0.02
 """Between two questions, so that READY lags the engine by well under 0.1 s."""

@@ -13,10 +13,11 @@ from bakehouse.errors import LockError, NotFound
 from bakehouse.lock import ArchivePin, FilePin, GitPin
 from bakehouse.ports.git import COMMIT, Git, GitFailed
 from bakehouse.recipe.model import Archive
-from bakehouse.sources.files import describe_wrong, fetch_pinned, guarded, sha256_file
+from bakehouse.sources.files import describe_wrong, fetch_pinned, guarded
 from bakehouse.sources.mirror import TREES, check_owner, make_bare, tree_is_whole
 from bakehouse.sources.registry import fetch_file, find_file, index_url
 from bakehouse.sources.unpack import check_links, choose_folder, unpack
+from bakehouse.util.files import sha256_file
 
 ARCHIVES = "archives.git"
 Pin = GitPin | ArchivePin

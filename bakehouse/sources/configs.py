@@ -12,8 +12,8 @@ from bakehouse.lock import FilePin, Lock, WeightPin
 from bakehouse.recipe.model import Recipe
 from bakehouse.redact import clean
 from bakehouse.sources import hub
-from bakehouse.sources.files import write_atomic
 from bakehouse.sources.weights import folder_of, is_local, local_base
+from bakehouse.util.files import write_atomic
 
 CONFIG = "config.json"
 MAX_BYTES = 4 * 2**20

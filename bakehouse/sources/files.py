@@ -2,48 +2,20 @@
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from bakehouse import atomic
 from bakehouse.atomic import fsync_folder
 from bakehouse.context import Context
-from bakehouse.errors import HostError, LockError
+from bakehouse.errors import LockError, os_error
 from bakehouse.progress import Silent
 from bakehouse.redact import clean
+from bakehouse.util.files import file_lock, sha256_file
 
-CHUNK = 2**19
-"""Bytes that are read at once: what stays in a core's own cache."""
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-REPORT = 2**24
-"""Bytes between two reports of progress."""
 SHOWN = 2**28
 """Bytes; hashing so large a file takes long enough to say that it is done."""
-
-
-def sha256_file(path: Path, on_bytes: Callable[[int, int | None], None] | None = None) -> str:
-    """Give a file's sha256, in hex; `on_bytes` gets bytes read and the size."""
-    hashed = hashlib.sha256()
-    buffer = memoryview(bytearray(CHUNK))
-    done = 0
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        while count := file.readinto(buffer):
-            hashed.update(buffer[:count])
-            done += count
-            if on_bytes and (done % REPORT < count or done == size):
-                on_bytes(done, size)
-    return hashed.hexdigest()
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a whole file, in a folder that is made where it has to be, or leave the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic.write(path, data)
 
 
 @contextmanager
@@ -52,41 +24,13 @@ def explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise HostError(
-            f"files cannot be kept: {error.strerror or error}",
-            where=str(error.filename2 or error.filename or folder),
-            hint="see what is in the way there, free some space, or set BAKEHOUSE_HOME",
-            id="disk-full" if error.errno in FULL else "disk",
-        ) from error
+        hint = "check permissions and free space there, or set BAKEHOUSE_HOME"
+        raise os_error(error, "files cannot be written", folder, hint) from error
 
 
-@contextmanager
-def guarded(ctx: Context, lock_file: Path, what: str) -> Iterator[None]:
-    """Hold a lock file; where somebody else holds it, say so and wait.
-
-    The kernel lets go of it when its holder ends, however it ends.
-    """
-    import filelock  # half of these rooms only read
-
-    try:
-        lock_file.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(lock_file, mode=0o644)
-        try:
-            lock.acquire(timeout=0.2)
-        except filelock.Timeout:
-            ctx.progress.say(f"waiting for another run that is working on {what}")
-            lock.acquire()
-    except OSError as error:
-        raise HostError(
-            f"cannot lock {what}: {error.strerror or error}",
-            where=str(lock_file),
-            hint="see that the folder may be written to, or set BAKEHOUSE_HOME",
-            id="disk",
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
+def guarded(ctx: Context, lock_file: Path, what: str) -> AbstractContextManager[None]:
+    """Hold a lock file; see `file_lock`."""
+    return file_lock(lock_file, what, ctx.progress.say)
 
 
 def fetch_pinned(

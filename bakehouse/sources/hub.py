@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound, UsageError
 from bakehouse.ports.git import COMMIT
-from bakehouse.ports.http import HttpStatus, Reply, Unreachable
+from bakehouse.ports.http import HttpStatus, Reply, Unreachable, is_loopback
 from bakehouse.redact import clean, without_credentials
 from bakehouse.sources.hublogin import Token, headers, must_be_online, token
-
-if TYPE_CHECKING:
-    from tenacity import RetryCallState
+from bakehouse.util.retry import BUSY, Retry, TransientError, retry_after
 
 LOGIN = "set HF_TOKEN to your token, or run 'hf auth login'"
 ENDPOINT = "https://huggingface.co"
 ATTEMPTS = 4
-LONGEST_WAIT_S = 120.0
-"""A hub that asks for a longer pause is not waited for."""
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 MAX_LISTING = 64 * 2**20
 MAX_PAGES = 200
 MAX_FILE = 2**50
@@ -63,7 +57,7 @@ def endpoint(environment: Mapping[str, str]) -> str:
             hint=f"unset it to use {ENDPOINT}; a token goes into HF_TOKEN",
         )
     parts = urlsplit(url)
-    local = parts.hostname in LOOPBACK
+    local = is_loopback(url)
     if parts.scheme != "https" and not (parts.scheme == "http" and local):
         raise UsageError(
             "HF_ENDPOINT has to be an https address: a token would travel in plain text",
@@ -162,73 +156,35 @@ def _file(sibling: Mapping[str, Any]) -> HubFile:
 def _ask(
     ctx: Context, url: str, where: str, max_bytes: int = MAX_LISTING, *, attempts: int = ATTEMPTS
 ) -> Reply:
-    """Ask, again where the hub is busy or out of reach for the moment."""
-    import tenacity  # `plan` passes through this module
+    """Ask, again if the hub is busy or cannot be reached. Raises HostError."""
+    timeout = 30 if attempts > 1 else 10
 
-    def busy(reply: Reply) -> bool:
-        return reply.status in (408, 429, 500, 502, 503, 504)
+    def once() -> Reply:
+        try:
+            reply = ctx.http.ask(
+                "GET", url, headers=headers(ctx), max_bytes=max_bytes, timeout=timeout
+            )
+        except Unreachable as error:
+            near = error.refused and is_loopback(url)
+            raise TransientError(f"the hub: {error.why}", nobody_listens=near) from error
+        if reply.status in BUSY:
+            after = retry_after(reply.headers)
+            raise TransientError(f"the hub: it answers {reply.status}", after, reply=reply)
+        return reply
 
-    def give_up(state: RetryCallState) -> Any:
-        return state.outcome.result() if state.outcome else None
-
-    def pause(state: RetryCallState) -> float:
-        _, asked = _went_wrong(state)
-        return max(backoff(state), asked)
-
-    def most(error: object) -> int:
-        # Where this machine itself refuses the connection, nobody listens.
-        near = isinstance(error, Unreachable) and error.refused
-        return min(attempts, 2) if near and urlsplit(url).hostname in LOOPBACK else attempts
-
-    def enough(state: RetryCallState) -> bool:
-        error, asked = _went_wrong(state)
-        return state.attempt_number >= most(error) or asked > LONGEST_WAIT_S
-
-    def tell(state: RetryCallState) -> None:
-        error, _ = _went_wrong(state)
-        why = error.why if isinstance(error, Unreachable) else error
-        ctx.progress.say(
-            f"the hub: {why}; try {state.attempt_number + 1} of {most(error)} in "
-            f"{state.upcoming_sleep:.1f} s: {where}"
-        )
-
-    backoff = tenacity.wait_exponential(multiplier=0.5, max=20) + tenacity.wait_random(0, 1)
-    retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_result(busy) | tenacity.retry_if_exception_type(Unreachable),
-        stop=enough,
-        wait=pause,
-        sleep=ctx.clock.sleep,
-        before_sleep=tell,
-        retry_error_callback=give_up,
-    )
     try:
-        reply: Reply = retrying(
-            ctx.http.ask,
-            "GET",
-            url,
-            headers=headers(ctx),
-            max_bytes=max_bytes,
-            timeout=30 if attempts > 1 else 10,
+        return Retry(ctx.clock.sleep, attempts=attempts, say=ctx.progress.say, where=where).call(
+            once
         )
-    except Unreachable as error:
+    except TransientError as error:
+        if isinstance(error.reply, Reply):
+            return error.reply
         raise HostError(
-            f"the hub cannot be reached: {error.why}",
+            f"the hub cannot be reached: {error.reason.removeprefix('the hub: ')}",
             where=where,
             hint="check the network and HF_ENDPOINT, and run it again",
             id="hub",
         ) from error
-    return reply
-
-
-def _went_wrong(state: RetryCallState) -> tuple[object, float]:
-    """Why an attempt failed, and how many seconds the hub asks to wait."""
-    from bakehouse.ports.download import retry_after  # requests takes 0.1 s to import
-
-    if state.outcome is None or state.outcome.failed:
-        return state.outcome and state.outcome.exception(), 0.0
-    reply: Reply = state.outcome.result()
-    sent = {key.lower(): value for key, value in reply.headers.items()}
-    return f"it answers {reply.status}", retry_after(sent.get("retry-after"), time.time()) or 0.0
 
 
 def small_file(ctx: Context, repository: str, commit: str, path: str, max_bytes: int) -> bytes:

@@ -10,8 +10,7 @@ from typing import Any
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound
 from bakehouse.lock import Drift, ImagePin, Lock
-from bakehouse.ports.docker import ARCHITECTURES, ImageFacts, machine_arch
-from bakehouse.ports.docker_facts import words
+from bakehouse.ports.docker import ARCHITECTURES, ImageFacts, machine_arch, words
 from bakehouse.sources.oci import (
     Blob,
     Manifest,

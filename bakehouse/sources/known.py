@@ -20,8 +20,9 @@ from bakehouse.base import to_json
 from bakehouse.context import Context
 from bakehouse.places import Places
 from bakehouse.progress import Silent
-from bakehouse.sources.files import SHOWN, sha256_file, write_atomic
+from bakehouse.sources.files import SHOWN
 from bakehouse.sources.together import Together, all_at_once
+from bakehouse.util.files import sha256_file, write_atomic
 
 SETTLED_NS = 50_000_000
 """A file changed less than this before it was looked at may change again within one clock tick."""

@@ -13,10 +13,11 @@ from pydantic import ValidationError
 from bakehouse.errors import Fault, HostError, NotFound, RecipeError
 from bakehouse.patches.manifest import Manifest
 from bakehouse.recipe.explain import Places, words
-from bakehouse.recipe.faults import Origin, did_you_mean, dotted, shown
+from bakehouse.recipe.faults import Origin, dotted, shown
 from bakehouse.recipe.merge import KeyPath, flatten
 from bakehouse.recipe.yaml import Unreadable, compose
-from bakehouse.sources.files import write_atomic
+from bakehouse.util.files import write_atomic
+from bakehouse.util.text import did_you_mean
 
 MAX_BYTES = 2**20
 SUFFIX = ".yaml"

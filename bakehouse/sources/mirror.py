@@ -15,8 +15,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-import tenacity
+from typing import Any
 
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound
@@ -24,6 +23,7 @@ from bakehouse.places import Places
 from bakehouse.ports.git import Git, GitFailed, check_url, foreign_owner
 from bakehouse.redact import clean
 from bakehouse.sources.files import guarded
+from bakehouse.util.retry import Retry, TransientError
 
 COMMITS = "refs/bakehouse/commits"
 TREES = "refs/bakehouse/trees"
@@ -253,19 +253,27 @@ def _has_commit(git: Git, repository: Path, commit: str) -> bool:
         return False
 
 
-def retrying(ctx: Context) -> tenacity.Retrying:
-    """Call git again where a host is busy or out of reach for the moment."""
+def retrying(ctx: Context) -> Callable[..., Any]:
+    """Give a caller of git that tries again while a host is busy or out of reach.
 
-    def again(error: BaseException) -> bool:
-        return isinstance(error, GitFailed) and bool(_TRANSIENT.search(error.said))
+    It raises GitFailed.
+    """
 
-    return tenacity.Retrying(
-        retry=tenacity.retry_if_exception(again),
-        stop=tenacity.stop_after_attempt(ATTEMPTS),
-        wait=tenacity.wait_exponential(multiplier=0.5, max=20) + tenacity.wait_random(0, 1),
-        sleep=ctx.clock.sleep,
-        reraise=True,
-    )
+    def call(job: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def once() -> Any:
+            try:
+                return job(*args, **kwargs)
+            except GitFailed as error:
+                if not _TRANSIENT.search(error.said):
+                    raise
+                raise TransientError(f"git: {error.first()}") from error
+
+        try:
+            return Retry(ctx.clock.sleep, attempts=ATTEMPTS, say=ctx.progress.say).call(once)
+        except TransientError as error:
+            raise (error.__cause__ or error) from None
+
+    return call
 
 
 def fetch(ctx: Context, git: Git, repository: Path, url: str, *arguments: str) -> None:

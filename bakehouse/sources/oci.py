@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import ipaddress
 import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlencode, urlsplit
+from typing import Any
+from urllib.parse import quote, urlencode
 
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError
 from bakehouse.ports.docker import Credentials
 from bakehouse.ports.docker_engine import registry_of
-from bakehouse.ports.http import Reply, Unreachable
+from bakehouse.ports.http import Reply, Unreachable, is_loopback
 from bakehouse.redact import clean
-
-if TYPE_CHECKING:
-    from tenacity import RetryCallState
+from bakehouse.util.retry import BUSY, Retry, TransientError, retry_after
 
 INDEX_TYPES = (
     "application/vnd.oci.image.index.v1+json",
@@ -181,7 +178,7 @@ class Registry:
             raise unauthorised(self._at.name, known=known is not None)
         fields = dict(_CHALLENGE.findall(rest))
         realm = fields.pop("realm", "")
-        if kind.lower() != "bearer" or not (realm.startswith("https://") or _here(realm)):
+        if kind.lower() != "bearer" or not (realm.startswith("https://") or is_loopback(realm)):
             raise HostError(
                 "the registry asks for a login of a kind that is not known", where=self._at.name,
                 id="registry", hint="see that no portal stands before the registry",
@@ -203,43 +200,36 @@ class Registry:
         return f"Bearer {token}"
 
     def _send(self, method: str, url: str, authorization: str | None) -> Reply:
-        """Ask, again where the registry is busy or out of reach for the moment."""
-        import tenacity  # `plan` passes through this room
-
+        """Ask, again if the registry is busy or cannot be reached. Raises HostError."""
         headers = {"Accept": ACCEPT}
         if authorization:
             headers["Authorization"] = authorization
 
-        def give_up(state: RetryCallState) -> Any:
-            return state.outcome.result() if state.outcome else None
+        def once() -> Reply:
+            try:
+                reply = self._once(method, url, headers)
+            except Unreachable as error:
+                near = error.refused and is_loopback(url)
+                raise TransientError(error.why, nobody_listens=near) from error
+            if reply.status in BUSY:
+                after = retry_after(reply.headers)
+                raise TransientError(f"it answers {reply.status}", after, reply=reply)
+            return reply
 
-        backoff = tenacity.wait_exponential(multiplier=0.5, max=20) + tenacity.wait_random(0, 0.5)
-
-        def wait(state: RetryCallState) -> float:
-            reply = (
-                None if state.outcome is None or state.outcome.failed else state.outcome.result()
-            )
-            told = _header(reply, "retry-after") if reply else None
-            return float(told) if told and told.isdigit() else backoff(state)
-
-        def busy(reply: Reply) -> bool:
-            told = _header(reply, "retry-after") or "0"
-            soon = not told.isdigit() or int(told) <= LONGEST_WAIT_S
-            return reply.status in (408, 429, 500, 502, 503, 504) and soon
-
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_result(busy) | tenacity.retry_if_exception_type(Unreachable),
-            stop=lambda state: state.attempt_number >= ATTEMPTS or self._asked_s >= self._until,
-            wait=wait, sleep=self._ctx.clock.sleep, retry_error_callback=give_up,
+        retry = Retry(
+            self._ctx.clock.sleep, attempts=ATTEMPTS, longest_wait=LONGEST_WAIT_S,
+            say=lambda text: self._ctx.progress.say(f"the registry: {text}"),
+            where=self._at.name, out_of_time=lambda: self._asked_s >= self._until,
         )  # fmt: skip
         try:
-            reply: Reply = retrying(self._once, method, url, headers)
-        except Unreachable as error:
+            return retry.call(once)
+        except TransientError as error:
+            if isinstance(error.reply, Reply):
+                return error.reply
             raise HostError(
-                f"the registry cannot be reached: {error.why}", where=self._at.name,
+                f"the registry cannot be reached: {error.reason}", where=self._at.name,
                 hint="check the network, then run it again", id="registry-unreachable",
             ) from error  # fmt: skip
-        return reply
 
     def _once(self, method: str, url: str, headers: dict[str, str]) -> Reply:
         """Ask once, in what is left of the time. Raises Unreachable."""
@@ -287,17 +277,8 @@ def _is_blob(entry: object) -> bool:
     return isinstance(size, int) and not isinstance(size, bool) and size >= 0
 
 
-def _here(url: str) -> bool:
-    """Whether a URL's host is this machine: plain HTTP is spoken with no other, as engines do."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _scheme(host: str) -> str:
-    return "http" if _here(f"http://{host}") else "https"
+    return "http" if is_loopback(f"http://{host}") else "https"
 
 
 def _basic(known: Credentials) -> str:

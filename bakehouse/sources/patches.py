@@ -18,7 +18,6 @@ from bakehouse.recipe.faults import shown
 from bakehouse.recipe.patches import UPSTREAM, Patch
 from bakehouse.redact import clean
 from bakehouse.sources.diffs import MAX_BYTES, check_patch
-from bakehouse.sources.files import write_atomic
 from bakehouse.sources.fitting import Fit, try_patch
 from bakehouse.sources.manifests import (
     find_manifest,
@@ -26,6 +25,7 @@ from bakehouse.sources.manifests import (
     patches_folder,
     read_manifest,
 )
+from bakehouse.util.files import write_atomic
 
 
 def stored(places: Places, sha256: str) -> Path:

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import tenacity
-
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, PatchError, UsageError
 from bakehouse.ports.git import COMMIT, Git, GitFailed
@@ -24,29 +22,20 @@ from bakehouse.ports.http import Reply, Unreachable, is_loopback, web_fault
 from bakehouse.redact import clean, without_credentials
 from bakehouse.sources.diffs import MAX_BYTES, FilePart, read_diff
 from bakehouse.sources.refs import remote_refs
+from bakehouse.util.retry import BUSY, Retry, TransientError, asks_to_return, retry_after
 
 SETTING = "BAKEHOUSE_GITHUB"
 """The environment variable that names another host than github.com, such as a company's own."""
 ATTEMPTS = 4
-LONGEST_WAIT_S = 120.0
-"""A host that asks for a longer pause is not waited for."""
 MAX_COMMITS = 250
 """Of a pull request, for finding what it starts from."""
 FULL_INDEX = "?full_index=1"
 """Abbreviated blob ids grow with the repository, and with them the diff's hash would change."""
-_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _FINAL = ("redirected", "only http", "the URL is malformed", "the answer is longer")
 
 
 class CannotFetch(PatchError):
     """The host did not give the diff; what is pinned and kept may stand in for it."""
-
-
-class _Transient(Exception):
-    def __init__(self, reason: str, after: float | None = None) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.after = after
 
 
 @dataclass(frozen=True)
@@ -154,29 +143,12 @@ def get(ctx: Context, url: str) -> bytes:
 
     Busy hosts are asked again with growing pauses, or when they ask for it, within bounds.
     """
-
-    def give_up(state: tenacity.RetryCallState) -> bool:
-        error = state.outcome.exception() if state.outcome else None
-        asked = error.after if isinstance(error, _Transient) else None
-        return state.attempt_number >= ATTEMPTS or (asked or 0.0) > LONGEST_WAIT_S
-
-    def pause(state: tenacity.RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome else None
-        after = error.after if isinstance(error, _Transient) else None
-        return after if after is not None else float(2 ** (state.attempt_number - 1))
-
-    def say(state: tenacity.RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        ctx.progress.say(f"{error}; trying again in {state.upcoming_sleep:.0f} s")
-
-    retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(_Transient),
-        stop=give_up, wait=pause, before_sleep=say, sleep=ctx.clock.sleep, reraise=True,
-    )  # fmt: skip
     shown = without_credentials(url)
     try:
-        return retrying(_get_once, ctx, url, shown)
-    except _Transient as error:
+        return Retry(ctx.clock.sleep, attempts=ATTEMPTS, say=ctx.progress.say).call(
+            _get_once, ctx, url, shown
+        )
+    except TransientError as error:
         limited = error.after is not None or "429" in error.reason
         raise CannotFetch(
             f"the patch cannot be fetched: {error.reason}",
@@ -201,7 +173,7 @@ def _get_once(ctx: Context, url: str, shown: str) -> bytes:
                 f"the patch cannot be fetched: {error.why}", where=shown,
                 hint="see that the address is right", id="patch-redirect",
             ) from None  # fmt: skip
-        raise _Transient(error.why) from None
+        raise TransientError(error.why) from None
     _judge_status(reply, shown)
     if "html" in reply.headers.get("Content-Type", "").lower():
         raise PatchError(
@@ -220,11 +192,10 @@ def _judge_status(reply: Reply, shown: str) -> None:
     limited = status == 403 and (
         headers.get("x-ratelimit-remaining") == "0" or "retry-after" in headers
     )
-    if status in _TRANSIENT or limited:
+    if status in BUSY or limited:
         after = _asked_pause(headers)
-        wish = f", and asks to come back in {after:.0f} s" if after else ""
         words = " (rate limited)" if status == 429 or limited else ""
-        raise _Transient(f"the host answers {status}{words}{wish}", after)
+        raise TransientError(f"the host answers {status}{words}{asks_to_return(after)}", after)
     if status in (404, 410):
         raise CannotFetch(
             f"the host does not have it (any more): it answers {status}", where=shown,
@@ -243,9 +214,7 @@ def _judge_status(reply: Reply, shown: str) -> None:
 
 def _asked_pause(headers: Mapping[str, str]) -> float | None:
     """Seconds that the host asks us to wait, by either header."""
-    from bakehouse.ports.download import retry_after  # it imports requests
-
-    if (after := retry_after(headers.get("retry-after"), time.time())) is not None:
+    if (after := retry_after(headers)) is not None:
         return after
     reset = headers.get("x-ratelimit-reset", "")
     return max(0.0, int(reset) - time.time()) if reset.isdigit() else None

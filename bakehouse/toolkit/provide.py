@@ -28,6 +28,7 @@ from bakehouse.ports.process import environment
 from bakehouse.toolkit.find import NotAToolkit, inspect
 from bakehouse.toolkit.types import Toolkit, satisfies
 from bakehouse.toolkit.views import Here
+from bakehouse.util.files import file_lock, sha256_file
 
 ARCHES = ("x86_64", "aarch64")
 LAYOUT = 1
@@ -124,10 +125,8 @@ def provide(ctx: Context, pin: ToolkitPin) -> Toolkit:
     """
     target = toolkit_folder(ctx.places, pin)
     if not target.is_dir():
-        from filelock import FileLock
-
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{target}.lock"):
+        lock = target.with_name(f"{target.name}.lock")
+        with file_lock(lock, f"CUDA toolkit {pin.version}", ctx.progress.say):
             if not target.is_dir():
                 _place(ctx, pin, target)
     try:
@@ -152,7 +151,6 @@ def provide(ctx: Context, pin: ToolkitPin) -> Toolkit:
 
 def fetch(ctx: Context, pin: ToolkitPin) -> tuple[Path, ...]:
     """Fetch this machine's wheels, by sha256; without network where they are there already."""
-    from bakehouse.sources.files import sha256_file
     from bakehouse.sources.registry import RegistryFile, fetch_file, find_file, index_url
 
     paths = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bakehouse.context import Context
 from bakehouse.errors import LockError
-from bakehouse.host import read_gpus
+from bakehouse.host import compute_capabilities
 from bakehouse.lock import ToolkitPin
 from bakehouse.places import Places
 from bakehouse.recipe.model import Build, Recipe
@@ -56,7 +56,7 @@ def _architectures(ctx: Context, build: Build) -> tuple[str, ...]:
     text = str(build.cmake.get(ARCHITECTURES, "native"))
     if text.strip() != "native":
         return expand_native(text, ())
-    return expand_native(text, [gpu.compute_capability for gpu in read_gpus(ctx.processes)])
+    return expand_native(text, compute_capabilities(ctx.processes))
 
 
 def _pinned(recipe: str, pin: ToolkitPin | None, wanted: str) -> ToolkitPin:

@@ -51,7 +51,7 @@ WRITERS = {
     "vendored diff": (
         "patches/o/n/7.diff",
         (
-            "from bakehouse.sources.files import write_atomic\n"
+            "from bakehouse.util.files import write_atomic\n"
             "write_atomic(folder / 'patches/o/n/7.diff', b'x' * 100_000)"
         ),
     ),
@@ -98,7 +98,7 @@ def parts(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_a_killed_writer_leaves_goes_with_the_next_write(writer: str, tmp_path: Path) -> None:
+def test_atomic_write_removes_leftovers_of_killed_writers(writer: str, tmp_path: Path) -> None:
     name, words = WRITERS[writer]
     target = tmp_path / name
     target.parent.mkdir(parents=True)
@@ -117,7 +117,7 @@ def test_what_a_killed_writer_leaves_goes_with_the_next_write(writer: str, tmp_p
     assert [p.name for p in target.parent.iterdir()] == ["another"]
 
 
-def test_a_record_that_was_cut_off_goes_as_well(tmp_path: Path) -> None:
+def test_atomic_sweep_removes_a_record_that_was_cut_off(tmp_path: Path) -> None:
     words = (
         "from bakehouse.context import Context\nfrom bakehouse.places import Places\n"
         "from bakehouse.records.store import Run\n"
@@ -131,7 +131,7 @@ def test_a_record_that_was_cut_off_goes_as_well(tmp_path: Path) -> None:
     assert not parts(tmp_path)
 
 
-def test_only_own_files_are_removed(tmp_path: Path) -> None:
+def test_atomic_sweep_removes_only_own_files(tmp_path: Path) -> None:
     names = [".x.yaml.4711.tmp", "x.part", f"x{atomic.SUFFIX}", ".gitignore", ".x.bakehouse-part~"]
     for name in names:
         (tmp_path / name).write_bytes(b"mine")
@@ -145,7 +145,7 @@ def test_only_own_files_are_removed(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-def test_an_error_in_the_middle_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_atomic_write_keeps_the_old_file_on_error(tmp_path: Path) -> None:
     path = tmp_path / "x"
     atomic.write(path, b"old")
     with pytest.raises(KeyboardInterrupt), atomic.replacing(path) as file:
@@ -155,7 +155,7 @@ def test_an_error_in_the_middle_leaves_the_old_file_and_nothing_else(tmp_path: P
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
-def test_the_file_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
+def test_atomic_write_uses_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         atomic.write(tmp_path / "x", b"data")
@@ -164,9 +164,7 @@ def test_the_file_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
     assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
 
 
-def test_a_file_system_without_locks_is_written_to_and_never_swept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_atomic_write_without_file_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -177,13 +175,13 @@ def test_a_file_system_without_locks_is_written_to_and_never_swept(
     assert len(parts(tmp_path)) == 1
 
 
-def test_a_name_as_long_as_names_may_be(tmp_path: Path) -> None:
+def test_atomic_write_with_long_names(tmp_path: Path) -> None:
     atomic.write(tmp_path / ("n" * 255), b"data")
     atomic.write(tmp_path / ("ü" * 120), b"data")
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_many_writers_at_once_disturb_each_other_never(tmp_path: Path) -> None:
+def test_atomic_write_from_many_threads(tmp_path: Path) -> None:
     errors: list[BaseException] = []
 
     def work(number: int) -> None:

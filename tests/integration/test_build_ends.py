@@ -158,7 +158,7 @@ def test_two_at_once_build_once(tmp_path: Path, drivers: list[Driver]) -> None:
     first.until("configure")
     second = Driver(tmp_path, "compile")
     drivers.append(second)
-    second.until("another process builds the same; waiting for it")
+    second.until("waiting for another process that is working on the same build")
     one, other = first.result(), second.result()
     assert one["reused"] is False
     assert other["reused"] is True
@@ -175,7 +175,7 @@ def test_the_one_that_waits_builds_when_the_other_is_killed(
     (tmp_path / "slow").write_text("0")
     second = Driver(tmp_path, "compile")
     drivers.append(second)
-    second.until("waiting for it")
+    second.until("waiting for another process")
     first.child.kill()
     assert second.result()["reused"] is False
 

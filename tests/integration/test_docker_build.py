@@ -320,7 +320,7 @@ def test_a_mod_makes_it_able(home: Home, base: str) -> None:
     assert home.run("lock", "--update", exits=4)["error"]["id"] == "mod-missing"
     shutil.rmtree(mod)
     error = home.run("lock", "--update", exits=3)["error"]
-    assert error["what"] == "there is no folder of a mod 'glimmer'"
+    assert error["what"] == "folder of a mod 'glimmer' not found"
 
 
 @pytest.fixture

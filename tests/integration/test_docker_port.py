@@ -27,14 +27,14 @@ def spec(image: str, *script: str, **over: object) -> ContainerSpec:
     return ContainerSpec.model_validate(data | over)
 
 
-def test_facts(docker_engine: Engine) -> None:
+def test_docker_facts(docker_engine: Engine) -> None:
     facts = docker_engine.port().facts()
     assert (facts.system, facts.nvidia, facts.buildkit) == ("linux", False, True)
     assert facts.host == docker_engine.host
     assert Path(facts.root).is_dir()
 
 
-def test_an_image_is_described(docker_engine: Engine, image: str) -> None:
+def test_docker_image_facts(docker_engine: Engine, image: str) -> None:
     found = docker_engine.port().image("port/busybox:1")
     assert found is not None
     assert (found.id, found.user, found.has_root) == (image, "1000:1000", False)
@@ -42,7 +42,7 @@ def test_an_image_is_described(docker_engine: Engine, image: str) -> None:
     assert docker_engine.port().image("port/nothing:1") is None
 
 
-def test_a_question_is_answered_and_leaves_nothing(docker_engine: Engine, image: str) -> None:
+def test_docker_ask_leaves_nothing(docker_engine: Engine, image: str) -> None:
     port = docker_engine.port()
     said = port.ask(spec(image, "id -u; echo no >&2; exit 3"), timeout=30)
     assert (said.code, said.out, said.err) == (3, "1000\n", "no\n")
@@ -50,7 +50,7 @@ def test_a_question_is_answered_and_leaves_nothing(docker_engine: Engine, image:
     assert port.containers({OURS: ""}) == ()
 
 
-def test_a_question_that_does_not_end(docker_engine: Engine, image: str) -> None:
+def test_docker_ask_times_out(docker_engine: Engine, image: str) -> None:
     port = docker_engine.port()
     began = time.monotonic()
     said = port.ask(spec(image, "sleep 300"), timeout=1)
@@ -59,7 +59,7 @@ def test_a_question_that_does_not_end(docker_engine: Engine, image: str) -> None
     assert port.containers({OURS: ""}) == ()
 
 
-def test_a_flood_is_cut_at_its_end(docker_engine: Engine, image: str) -> None:
+def test_docker_ask_cuts_a_flood(docker_engine: Engine, image: str) -> None:
     script = "yes 0123456789 | head -n 200000; echo last"
     said = docker_engine.port().ask(spec(image, script), timeout=60, max_bytes=1000)
     assert said.cut
@@ -67,7 +67,7 @@ def test_a_flood_is_cut_at_its_end(docker_engine: Engine, image: str) -> None:
     assert said.out.endswith("last\n")
 
 
-def test_what_a_killed_run_left_is_removed(docker_engine: Engine, image: str) -> None:
+def test_docker_ask_removes_leftovers_of_killed_runs(docker_engine: Engine, image: str) -> None:
     import socket
 
     port = docker_engine.port()
@@ -78,7 +78,7 @@ def test_what_a_killed_run_left_is_removed(docker_engine: Engine, image: str) ->
     assert port.container(left) is None
 
 
-def test_out_of_memory_is_told(docker_engine: Engine, image: str) -> None:
+def test_docker_ask_reports_out_of_memory(docker_engine: Engine, image: str) -> None:
     script = "x=0123456789abcdef; while true; do x=$x$x; done"
     said = docker_engine.port().ask(spec(image, script, memory=16 * 2**20), timeout=60)
     assert (said.code, said.oom_killed) == (137, True)
@@ -93,7 +93,9 @@ def _text_of(url: str) -> str:
     raise AssertionError(f"nobody answers at {url}")
 
 
-def test_a_container_lives_and_ends(docker_engine: Engine, image: str, tmp_path: Path) -> None:
+def test_docker_container_from_create_to_remove(
+    docker_engine: Engine, image: str, tmp_path: Path
+) -> None:
     (tmp_path / "word").write_text("mounted\n")
     tmp_path.chmod(0o755)
     port = docker_engine.port()
@@ -130,7 +132,7 @@ def test_a_container_lives_and_ends(docker_engine: Engine, image: str, tmp_path:
     port.remove(one)
 
 
-def test_logs_are_followed_to_the_end(docker_engine: Engine, image: str) -> None:
+def test_docker_logs_follow_to_the_end(docker_engine: Engine, image: str) -> None:
     port = docker_engine.port()
     one = port.create(spec(image, "echo one; sleep 1; echo two"))
     try:
@@ -150,7 +152,7 @@ def test_logs_are_followed_to_the_end(docker_engine: Engine, image: str) -> None
         ({"mounts": (Mount(source="/nope/x", target="/x"),)}, HostError, "mount-missing"),
     ],
 )
-def test_what_cannot_start(
+def test_docker_start_errors(
     docker_engine: Engine,
     image: str,
     change: dict[str, object],
@@ -165,7 +167,7 @@ def test_what_cannot_start(
     assert docker_engine.port().containers({OURS: ""}) == ()
 
 
-def test_a_name_and_a_port_in_use(docker_engine: Engine, image: str) -> None:
+def test_docker_name_and_port_in_use(docker_engine: Engine, image: str) -> None:
     import socket
 
     port = docker_engine.port()
@@ -190,7 +192,7 @@ def test_a_name_and_a_port_in_use(docker_engine: Engine, image: str) -> None:
             port.remove(two)
 
 
-def test_no_engine_and_no_permission(tmp_path: Path) -> None:
+def test_docker_engine_missing(tmp_path: Path) -> None:
     def asked(**env: str) -> BakehouseError:
         with pytest.raises(BakehouseError) as caught:
             RealDocker({"HOME": str(tmp_path), **env}).facts()
@@ -204,7 +206,7 @@ def test_no_engine_and_no_permission(tmp_path: Path) -> None:
     assert asked(DOCKER_CONTEXT="gone").id == "docker-context"
 
 
-def test_a_context_leads_to_its_engine(docker_engine: Engine, tmp_path: Path) -> None:
+def test_docker_context_leads_to_its_engine(docker_engine: Engine, tmp_path: Path) -> None:
     import subprocess
 
     env = {"PATH": docker_engine.environment["PATH"], "HOME": str(tmp_path)}
@@ -215,13 +217,13 @@ def test_a_context_leads_to_its_engine(docker_engine: Engine, tmp_path: Path) ->
     assert RealDocker(env).facts().host == docker_engine.host
 
 
-def test_a_pull_that_reaches_nobody(docker_engine: Engine) -> None:
+def test_docker_pull_from_a_dead_registry(docker_engine: Engine) -> None:
     with pytest.raises(HostError) as caught:
         docker_engine.port().pull("127.0.0.1:1/some/thing:1", arch="x86_64")
     assert caught.value.id == "network"
 
 
-def test_a_file_system_is_exported(docker_engine: Engine, image: str) -> None:
+def test_docker_export(docker_engine: Engine, image: str) -> None:
     import io
     import tarfile
 

@@ -75,7 +75,7 @@ class Way:
             server.server_close()
 
 
-def test_a_layer_that_stops_coming_is_named_and_comes_later(
+def test_docker_pull_names_a_stalled_layer_and_resumes(
     docker_engine: Engine, docker_registry: LocalRegistry
 ) -> None:
     noise = {"noise": os.urandom(3 * MIB)}
@@ -117,7 +117,7 @@ def small_engine(docker_engine: Engine, tmp_path: Path) -> Iterator[Engine]:
         subprocess.run(["umount", "-l", str(root)], check=False)
 
 
-def test_a_full_disk_is_told_before_or_during_the_pull_and_then_it_works(
+def test_docker_pull_on_a_full_disk(
     docker_engine: Engine, small_engine: Engine, tmp_path: Path, context: Context,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

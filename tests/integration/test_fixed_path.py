@@ -43,7 +43,7 @@ def run(folder: Path, *argv: str) -> Finished:
     return RealProcesses().run((*mounting(str(folder)), *argv), env=environment())
 
 
-def test_the_folder_is_there_for_the_command_alone(tmp_path: Path) -> None:
+def test_fixed_path_is_seen_by_the_command_only(tmp_path: Path) -> None:
     (tmp_path / "found").write_text("here\n")
     done = run(tmp_path, "sh", "-c", "pwd; cat found; id -u; echo made > made; exit 7")
     assert done.lines == (PLACE, "here", str(os.geteuid()))
@@ -53,7 +53,7 @@ def test_the_folder_is_there_for_the_command_alone(tmp_path: Path) -> None:
     assert list(Path(PLACE).iterdir()) == []
 
 
-def test_two_at_once_see_each_its_own(tmp_path: Path) -> None:
+def test_fixed_path_of_two_commands_at_once(tmp_path: Path) -> None:
     said: dict[str, tuple[str, ...]] = {}
 
     def one(name: str) -> None:
@@ -71,7 +71,7 @@ def test_two_at_once_see_each_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a file", "a link", "nowhere"])
-def test_a_place_that_cannot_be_is_said_and_nothing_is_run(tmp_path: Path, kind: str) -> None:
+def test_fixed_path_that_cannot_be_mounted(tmp_path: Path, kind: str) -> None:
     place = tmp_path / "place"
     if kind == "a file":
         place.touch()
@@ -88,7 +88,7 @@ def test_a_place_that_cannot_be_is_said_and_nothing_is_run(tmp_path: Path, kind:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_who_is_not_root_stays_who_he_is(tmp_path: Path) -> None:
+def test_fixed_path_keeps_the_user(tmp_path: Path) -> None:
     if not shutil.which("setpriv"):
         pytest.skip("no setpriv")
     folder = Path("/tmp") / f"bakehouse-test-{os.getpid()}"
@@ -113,7 +113,7 @@ def test_who_is_not_root_stays_who_he_is(tmp_path: Path) -> None:
         shutil.rmtree(folder)
 
 
-def test_killed_it_takes_the_command_along(tmp_path: Path) -> None:
+def test_fixed_path_command_ends_with_its_parent(tmp_path: Path) -> None:
     mark = f"31.{os.getpid()}"
     code = (
         "from bakehouse.ports.process import RealProcesses, environment\n"
@@ -165,7 +165,7 @@ def build(ctx: Context, monkeypatch: pytest.MonkeyPatch, **changes: str) -> Arti
         return building.ensure(ctx, small_lock(), planned(ctx), record)
 
 
-def test_a_build_is_made_there_and_names_its_files_as_they_are(
+def test_fixed_path_build_names_fixed_paths(
     context: Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The paths in the objects are the fixed ones, without any help of a prefix map."""
@@ -188,7 +188,7 @@ def test_a_build_is_made_there_and_names_its_files_as_they_are(
     assert (error.value.where or "").startswith("server.cpp:1:")
 
 
-def test_the_plan_shows_the_command_and_what_mounts_the_folder(context: Context) -> None:
+def test_fixed_path_is_shown_in_the_plan(context: Context) -> None:
     plan = planned(context)
     argv = plan.step("configure").argv
     assert argv[: argv.index("--") + 1] == mounting(plan.work)

@@ -399,7 +399,7 @@ def test_a_key_is_sent_and_stays_out_of_everything_written(
         ({}, "--recipe"),
         ({"url": "http://127.0.0.1:1", "recipe": "x"}, "--recipe"),
         ({"url": "127.0.0.1:8000"}, "no scheme"),
-        ({"url": "ftp://host"}, "'ftp' is not spoken"),
+        ({"url": "ftp://host"}, "unsupported scheme 'ftp'"),
         ({"url": "http://host:999999"}, "malformed"),
         ({"url": "http://me:secret@host"}, "password"),
         ({"url": "http://host/\nX: y"}, "control characters"),

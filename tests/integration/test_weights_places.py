@@ -424,5 +424,5 @@ def test_a_file_of_another_size_than_listed(ctx: Context, hub: Hub, tmp_path: Pa
     repo.commit({"m.gguf": MODEL})
     loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="*.gguf")
     repo.resources["m.gguf"].content = MODEL + b"more"
-    with pytest.raises(HostError, match="another size"):
+    with pytest.raises(HostError, match="wrong size"):
         ensure(ctx, loaded, lock)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bakehouse.ports.docker import ContainerFacts, Happening
-from bakehouse.ports.docker_facts import happening
-from bakehouse.ports.docker_pull import Layers
+from bakehouse.ports.docker import ContainerFacts, Happening, happening
+from bakehouse.ports.docker_engine import Layers
 from bakehouse.serve.container_end import Seen
 from bakehouse.serve.state import LOST
 

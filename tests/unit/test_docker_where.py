@@ -1,4 +1,4 @@
-"""Where an engine should be and is none: each case told apart, with what to do about it."""
+"""A Docker Engine that is missing, hangs or is something else: one error id for each case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bakehouse.errors import BakehouseError
-from bakehouse.ports import docker_connect, docker_engine
+from bakehouse.ports import docker_engine
 from bakehouse.ports.docker_engine import RealDocker
 
 
@@ -39,21 +39,26 @@ def asked(**env: str) -> BakehouseError:
     return caught.value
 
 
-@pytest.mark.parametrize(
-    "host",
-    ["garbage", "tcp://[::1", "tcp://", "tcp://127.0.0.1:99999", "tcp://h:x", "unix://", "ftp://h",
-     "tcp://h:0", "tcp://user:secret@[::1"],
-)  # fmt: skip
-def test_what_is_no_address_is_told_before_it_is_asked(
-    host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(docker_connect, "connect", never)
-    error = asked(DOCKER_HOST=host)
-    assert (error.id, error.where) == ("docker-host", "DOCKER_HOST")
-    assert "secret" not in f"{error.what} {error.hint}"
+def test_docker_host_is_checked_before_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        "garbage",
+        "tcp://[::1",
+        "tcp://",
+        "tcp://127.0.0.1:99999",
+        "tcp://h:x",
+        "unix://",
+        "ftp://h",
+        "tcp://h:0",
+        "tcp://user:secret@[::1",
+    ]
+    for host in rows:
+        monkeypatch.setattr(docker_engine, "connect", never)
+        error = asked(DOCKER_HOST=host)
+        assert (error.id, error.where) == ("docker-host", "DOCKER_HOST")
+        assert "secret" not in f"{error.what} {error.hint}"
 
 
-def test_no_socket_a_file_a_folder(short: Path) -> None:
+def test_docker_socket_is_missing_a_file_or_a_folder(short: Path) -> None:
     (short / "file").write_text("x")
     (short / "folder").mkdir()
     assert asked(DOCKER_HOST=f"unix://{short}/none").id == "docker-daemon"
@@ -62,7 +67,7 @@ def test_no_socket_a_file_a_folder(short: Path) -> None:
         assert (error.id, "DOCKER_HOST" in str(error.hint)) == ("docker-socket", True)
 
 
-def test_a_socket_that_nobody_listens_at(short: Path) -> None:
+def test_docker_socket_without_listener(short: Path) -> None:
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(f"{short}/sock")
     error = asked(DOCKER_HOST=f"unix://{short}/sock")
@@ -70,8 +75,8 @@ def test_a_socket_that_nobody_listens_at(short: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["accepts", "never-accepts", "full"])
-def test_one_that_hangs(short: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(docker_connect, "KNOCK_S", 1)
+def test_docker_engine_that_hangs(short: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(docker_engine, "PING_S", 1)
     held: list[socket.socket] = []
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(f"{short}/sock")
@@ -91,20 +96,20 @@ def test_one_that_hangs(short: Path, monkeypatch: pytest.MonkeyPatch, way: str) 
         assert (error.id, time.monotonic() - began < 15) == ("docker-timeout", True)
         # Remembered for a moment: nobody knocks again.
         monkeypatch.setattr(docker_engine, "REMEMBERED_S", 60.0)
-        monkeypatch.setattr(docker_connect, "connect", never)
+        monkeypatch.setattr(docker_engine, "connect", never)
         assert asked(DOCKER_HOST=f"unix://{short}/sock").id == "docker-timeout"
     for each in held:
         each.close()
     docker_engine._silent.clear()
 
 
-def test_a_dead_port_and_a_machine_that_is_not_known() -> None:
+def test_docker_host_unknown_or_port_closed() -> None:
     assert asked(DOCKER_HOST="tcp://127.0.0.1:1").id == "docker-daemon"
     error = asked(DOCKER_HOST="tcp://no-such-machine.invalid:2375")
     assert (error.id, "no-such-machine.invalid" in error.what) == ("docker-host-unknown", True)
 
 
-def test_a_context_that_names_a_machine_that_is_not_known(tmp_path: Path) -> None:
+def test_docker_context_with_unknown_host(tmp_path: Path) -> None:
     meta = tmp_path / "contexts/meta" / hashlib.sha256(b"far").hexdigest() / "meta.json"
     meta.parent.mkdir(parents=True)
     for host, id_ in (
@@ -115,7 +120,7 @@ def test_a_context_that_names_a_machine_that_is_not_known(tmp_path: Path) -> Non
         assert (error.id, "the context 'far'" in str(error.where)) == (id_, True)
 
 
-def test_what_answers_is_no_engine() -> None:
+def test_docker_host_that_is_not_an_engine() -> None:
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args: object) -> None: ...
 
@@ -138,7 +143,7 @@ def test_what_answers_is_no_engine() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("folder_open", [True, False], ids=["socket", "folder"])
-def test_a_socket_without_permission(short: Path, *, folder_open: bool) -> None:
+def test_docker_socket_without_permission(short: Path, *, folder_open: bool) -> None:
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(f"{short}/sock")
         one.listen(5)

@@ -1,4 +1,4 @@
-"""What engines and registries say, told apart; where an engine is looked for; plans of images."""
+"""Docker messages, endpoints, container requests; plans of images."""
 
 from __future__ import annotations
 
@@ -16,72 +16,104 @@ from bakehouse.errors import BuildFailed, HostError, UsageError
 from bakehouse.lock import ImagePin, Lock
 from bakehouse.plan.dockerfile import render
 from bakehouse.plan.image_build import definitions_of, expected_of, plan_image_build
-from bakehouse.ports.docker import ContainerSpec, Mount, Published
-from bakehouse.ports.docker_engine import registry_of
+from bakehouse.ports.docker import (
+    ContainerSpec,
+    Mount,
+    Published,
+    container_facts,
+    create_body,
+    engine_facts,
+    gpu_request,
+)
+from bakehouse.ports.docker_engine import DEFAULT, find_endpoint, registry_of
 from bakehouse.ports.docker_errors import explain, unreachable
-from bakehouse.ports.docker_facts import container_facts, create_body, engine_facts, gpu_request
-from bakehouse.ports.docker_where import DEFAULT, find_endpoint
 from bakehouse.recipe.model import Build, Container, Recipe
 from bakehouse.sources.oci import parse
 from tests.support.recipes import recipe_data
 from tests.support.small_engine import FAKE_HOST, small_lock
 
 
-@pytest.mark.parametrize(
-    ("said", "id_", "code"),
-    [
-        ("manifest for ghcr.io/o/l:server-cuda-b10917 not found: manifest unknown",
-         "manifest-unknown", 4),
-        ("no matching manifest for linux/arm64/v8 in the manifest list entries",
-         "image-platform", 9),
-        (("image with reference x was found but does not match the specified platform: wanted "
-         "linux/arm64, actual: linux/amd64"), "image-platform", 9),
+def test_docker_messages_become_errors() -> None:
+    rows = [
+        (
+            "manifest for ghcr.io/o/l:server-cuda-b10917 not found: manifest unknown",
+            "manifest-unknown",
+            4,
+        ),
+        (
+            "no matching manifest for linux/arm64/v8 in the manifest list entries",
+            "image-platform",
+            9,
+        ),
+        (
+            (
+                "image with reference x was found but does not match the specified platform: "
+                "wanted linux/arm64, actual: linux/amd64"
+            ),
+            "image-platform",
+            9,
+        ),
         ("toomanyrequests: You have reached your pull rate limit.", "registry-limit", 9),
-        (("pull access denied for x, repository does not exist or may require 'docker login': "
-         "denied: requested access to the resource is denied"), "registry-unauthorised", 9),
+        (
+            (
+                "pull access denied for x, repository does not exist or may require "
+                "'docker login': denied: requested access to the resource is denied"
+            ),
+            "registry-unauthorised",
+            9,
+        ),
         ("unauthorized: authentication required", "registry-unauthorised", 9),
         ('Get "https://r.io/v2/": dial tcp: lookup r.io: no such host', "network", 9),
         ('Get "https://r.io/v2/": net/http: TLS handshake timeout', "network", 9),
-        ('Get "https://r.io/v2/": x509: certificate signed by unknown authority',
-         "registry-tls", 9),
+        (
+            'Get "https://r.io/v2/": x509: certificate signed by unknown authority',
+            "registry-tls",
+            9,
+        ),
         ("failed to register layer: write /x: no space left on device", "disk-full", 9),
         ('Conflict. The container name "/x" is already in use by container "y".', "name-in-use", 9),
-        (("driver failed programming external connectivity on endpoint x: Bind for 127.0.0.1:8008 "
-         "failed: port is already allocated"), "port-in-use", 9),
+        (
+            (
+                "driver failed programming external connectivity on endpoint x: "
+                "Bind for 127.0.0.1:8008 failed: port is already allocated"
+            ),
+            "port-in-use",
+            9,
+        ),
         ('could not select device driver "" with capabilities: [[gpu]]', "no-nvidia-runtime", 9),
-        ("CDI device injection failed: unresolvable CDI devices nvidia.com/gpu=all",
-         "no-nvidia-runtime", 9),
+        (
+            "CDI device injection failed: unresolvable CDI devices nvidia.com/gpu=all",
+            "no-nvidia-runtime",
+            9,
+        ),
         ("No such image: x", "image-missing", 3),
         ("something else", "docker", 9),
-    ],
-)  # fmt: skip
-def test_refusals_are_told_apart(said: str, id_: str, code: int) -> None:
-    error = explain(said, "here")
-    assert (error.id, error.exit_code) == (id_, code)
-    assert error.hint
+    ]
+    errors = {said: explain(said, "here") for said, _, _ in rows}
+    got = [(said, error.id, error.exit_code) for said, error in errors.items()]
+    assert got == rows
+    assert all(error.hint for error in errors.values())
 
 
-def test_what_is_said_holds_no_password() -> None:
+def test_docker_message_hides_passwords() -> None:
     error = explain("Get https://user:secret-word@r.io/v2/: no such host", "here")
     assert "secret-word" not in error.what
 
 
-@pytest.mark.parametrize(
-    ("cause", "id_"),
-    [
+def test_docker_unreachable_names_the_cause() -> None:
+    rows = [
         (PermissionError(13, "Permission denied"), "docker-permission"),
         (FileNotFoundError(2, "No such file"), "docker-daemon"),
         (ConnectionRefusedError(111, "refused"), "docker-daemon"),
         (TimeoutError("timed out"), "docker-timeout"),
-    ],
-)
-def test_why_no_engine_answers(cause: OSError, id_: str) -> None:
-    wrapped = RuntimeError("wrapped", cause)
-    assert unreachable(wrapped, DEFAULT, "the default context").id == id_
-    assert unreachable(cause, DEFAULT, "the default context").hint
+    ]
+    for cause, id_ in rows:
+        wrapped = RuntimeError("wrapped", cause)
+        assert unreachable(wrapped, DEFAULT, "the default context").id == id_
+        assert unreachable(cause, DEFAULT, "the default context").hint
 
 
-def test_where_the_engine_is(tmp_path: Path) -> None:
+def test_docker_endpoint_comes_from_environment_and_context(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path)}
     assert find_endpoint(home).host == DEFAULT
     assert find_endpoint({**home, "DOCKER_HOST": "tcp://h:1"}).tls is None
@@ -103,9 +135,8 @@ def test_where_the_engine_is(tmp_path: Path) -> None:
         find_endpoint(home)
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "wanted"),
-    [
+def test_image_reference_names_registry_and_tag() -> None:
+    rows = [
         ("debian", "docker.io/library/debian", "latest"),
         ("vllm/vllm-openai:v1", "docker.io/vllm/vllm-openai", "v1"),
         ("ghcr.io/o/l:x", "ghcr.io/o/l", "x"),
@@ -113,15 +144,14 @@ def test_where_the_engine_is(tmp_path: Path) -> None:
         ("127.0.0.1:5000/a/b:t", "127.0.0.1:5000/a/b", "t"),
         (f"nvcr.io/a@sha256:{'1' * 64}", "nvcr.io/a", f"sha256:{'1' * 64}"),
         (f"a/b:t@sha256:{'1' * 64}", "docker.io/a/b", f"sha256:{'1' * 64}"),
-    ],
-)
-def test_references(text: str, name: str, wanted: str) -> None:
-    at = parse(text)
-    assert (at.name, at.wanted) == (name, wanted)
-    assert registry_of(text) == at.registry
+    ]
+    for text, name, wanted in rows:
+        at = parse(text)
+        assert (at.name, at.wanted) == (name, wanted)
+        assert registry_of(text) == at.registry
 
 
-def test_a_container_is_never_privileged() -> None:
+def test_container_is_never_privileged() -> None:
     spec = ContainerSpec(
         image="i", argv=("a",), entrypoint=(), gpus="device=0,1", ipc="host", shm_size=2**30,
         mounts=(Mount(source="/m", target="/w"),), publish=(Published(port=8000, host_port=9),),
@@ -139,7 +169,7 @@ def test_a_container_is_never_privileged() -> None:
     assert "Entrypoint" not in create_body(ContainerSpec(image="i"))
 
 
-def test_gpus() -> None:
+def test_gpu_request() -> None:
     assert gpu_request("all")["Count"] == -1
     assert gpu_request("2")["Count"] == 2
     for odd in ("", "0", "some", "device=", "-1", "9" * 5000):
@@ -148,20 +178,18 @@ def test_gpus() -> None:
                 gpu_request(odd, cdi=cdi)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "ids"),
-    [
+def test_gpus_as_cdi_devices() -> None:
+    rows = [
         ("all", ["nvidia.com/gpu=all"]),
         ("2", ["nvidia.com/gpu=0", "nvidia.com/gpu=1"]),
         ("device=1, GPU-5f", ["nvidia.com/gpu=1", "nvidia.com/gpu=GPU-5f"]),
-    ],
-)
-def test_gpus_of_an_engine_that_has_them_as_cdi_devices(gpus: str, ids: list[str]) -> None:
-    body = create_body(ContainerSpec(image="i", gpus=gpus), cdi=True)
-    assert body["HostConfig"]["DeviceRequests"] == [{"Driver": "cdi", "DeviceIDs": ids}]
+    ]
+    for gpus, ids in rows:
+        body = create_body(ContainerSpec(image="i", gpus=gpus), cdi=True)
+        assert body["HostConfig"]["DeviceRequests"] == [{"Driver": "cdi", "DeviceIDs": ids}]
 
 
-def test_engines_with_and_without_nvidia() -> None:
+def test_engine_facts_gpu_access() -> None:
     version = {"ApiVersion": "1.41", "Version": "20.10", "Arch": "arm64"}
     plain = engine_facts({"Runtimes": {"runc": {}}}, version, "h")
     assert (plain.arch, plain.nvidia, plain.buildkit) == ("aarch64", False, True)
@@ -177,7 +205,7 @@ def test_engines_with_and_without_nvidia() -> None:
     assert not engine_facts({}, {"ApiVersion": "1.38"}, "h").buildkit
 
 
-def test_a_container_that_ended() -> None:
+def test_container_facts_of_an_ended_container() -> None:
     facts = container_facts(
         {"Id": "c", "State": {"Status": "exited", "ExitCode": 137, "OOMKilled": True},
          "RestartCount": 2, "NetworkSettings": {"Ports": {"80/tcp": None, "9/udp": None}}}
@@ -185,9 +213,8 @@ def test_a_container_that_ended() -> None:
     assert (facts.exit_code, facts.oom_killed, facts.restarts, facts.ports) == (137, True, 2, {})
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
+def test_overlay_refuses_compiled_files() -> None:
+    rows = [
         "csrc/a.txt",
         "cmake/x.cmake",
         "CMakeLists.txt",
@@ -195,16 +222,15 @@ def test_a_container_that_ended() -> None:
         "vllm/k.cu",
         "vllm/x.so",
         "a/b.hpp",
-    ],
-)
-def test_what_is_compiled_is_refused(path: str) -> None:
-    with pytest.raises(BuildFailed) as caught:
-        refuse_compiled(["vllm/ok.py", path], "here")
-    assert (caught.value.id, caught.value.exit_code) == ("overlay-compiled", 6)
-    refuse_compiled(["vllm/a.py", "docs/x.md", "tests/test_c.py", "vllm/csrc.py"], "here")
+    ]
+    for path in rows:
+        with pytest.raises(BuildFailed) as caught:
+            refuse_compiled(["vllm/ok.py", path], "here")
+        assert (caught.value.id, caught.value.exit_code) == ("overlay-compiled", 6)
+        refuse_compiled(["vllm/a.py", "docs/x.md", "tests/test_c.py", "vllm/csrc.py"], "here")
 
 
-def test_file_trees() -> None:
+def test_image_files_differences() -> None:
     one = ImageFile(path="a", kind="file", mode="0644", owner="0:0", size=1, sha256="x")
     other = one.model_copy(update={"mode": "0755"})
     assert differences([one], [one]) == ()
@@ -234,7 +260,7 @@ def image_lock() -> Lock:
     return small_lock().model_copy(update={"images": pins})
 
 
-def test_the_plan_of_an_image_that_is_built() -> None:
+def test_image_build_plan() -> None:
     recipe = image_recipe(cmake={"SMALL_GREETING": 'it\'s $HOME; "x"'})
     plan = plan_image_build(recipe, image_lock(), FAKE_HOST, jobs=3)
     text = str(plan.dockerfile)
@@ -251,14 +277,14 @@ def test_the_plan_of_an_image_that_is_built() -> None:
     assert other.digest != plan.digest
 
 
-def test_cuda_in_a_builder_names_both_halves() -> None:
+def test_image_build_forces_both_halves_of_cuda() -> None:
     recipe = image_recipe(cuda={"version": "13.0"}, cmake={"GGML_CUDA": True})
     expected = expected_of(recipe.build or Build(), image_lock(), "x86_64")
     assert expected.forced["CMAKE_CUDA_COMPILER"] == "/usr/local/cuda/bin/nvcc"
     assert expected.forced["CUDAToolkit_ROOT"] == "/usr/local/cuda"
 
 
-def test_programs_link_in_a_builder_without_a_driver() -> None:
+def test_image_build_links_without_a_driver() -> None:
     """NVIDIA's development images have a stub named libcuda.so, and no libcuda.so.1 for ld."""
     flags = {"CMAKE_EXE_LINKER_FLAGS": "-Wl,-z,now"}
     for cuda in (None, {"version": "13.0"}):
@@ -268,24 +294,33 @@ def test_programs_link_in_a_builder_without_a_driver() -> None:
         assert ("-Wl,--allow-shlib-undefined" in passed.split()) is (cuda is not None)
 
 
-@pytest.mark.parametrize("user", ["root\nRUN curl x", "a b", "x\x00", "\u2028"])
-def test_an_image_cannot_add_instructions_to_our_dockerfile(user: str) -> None:
-    with pytest.raises(BuildFailed) as error:
-        render("vllm.Dockerfile.j2", base="b@sha256:1", user=user, overlay=False, mods=())
-    assert error.value.id == "image-odd"
-    assert "\n" not in str(error.value.where)
-    text = render("vllm.Dockerfile.j2", base="b@sha256:1", user="1000:1000", overlay=False, mods=())
-    assert text.splitlines()[-1] == "USER 1000:1000"
+def test_dockerfile_refuses_instructions_from_an_image() -> None:
+    rows = ["root\nRUN curl x", "a b", "x\x00", "\u2028"]
+    for user in rows:
+        with pytest.raises(BuildFailed) as error:
+            render("vllm.Dockerfile.j2", base="b@sha256:1", user=user, overlay=False, mods=())
+        assert error.value.id == "image-odd"
+        assert "\n" not in str(error.value.where)
+        text = render(
+            "vllm.Dockerfile.j2", base="b@sha256:1", user="1000:1000", overlay=False, mods=()
+        )
+        assert text.splitlines()[-1] == "USER 1000:1000"
 
 
-@pytest.mark.parametrize(
-    ("user", "good"),
-    [("1000", True), ("1000:100", True), ("vllm", True), ("a:b:c", False), ("-1", False),
-     ("root --privileged", False), ("", False), ("a\nb", False)],
-)  # fmt: skip
-def test_who_a_container_runs_as(user: str, good: bool) -> None:
-    if good:
-        assert Container(user=user).user == user
-        return
-    with pytest.raises(ValidationError):
-        Container(user=user)
+def test_container_user() -> None:
+    rows = [
+        ("1000", True),
+        ("1000:100", True),
+        ("vllm", True),
+        ("a:b:c", False),
+        ("-1", False),
+        ("root --privileged", False),
+        ("", False),
+        ("a\nb", False),
+    ]
+    for user, good in rows:
+        if good:
+            assert Container(user=user).user == user
+            continue
+        with pytest.raises(ValidationError):
+            Container(user=user)

@@ -92,7 +92,7 @@ def changing(level: float, **each_second: float) -> list[Reading]:
     ("each_second", "words"),
     [
         ({"stalled": 0.5}, "waited for it 50% of the time"),
-        ({"swapped": 100 * MIB}, "100 MiB a second were swapped"),
+        ({"swapped": 100 * MIB}, "100.0 MiB a second were swapped"),
         ({"kills": 1}, "begun to end processes"),
     ],
 )

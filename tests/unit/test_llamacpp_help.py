@@ -166,10 +166,10 @@ def device_plan(context: Context) -> tuple[BuildPlan, ServePlan]:
     ("listed", "gpus", "verdict"),
     [
         ("Available devices:\n  (none)\n", "", "(none)"),
-        ("", "0, NVIDIA H200, 9.0, 580.1\n", "(none)"),
+        ("", "0, NVIDIA H200, 9.0, 580.1, [N/A], [N/A]\n", "(none)"),
         (
             "Available devices:\n  CUDA0: NVIDIA H200 (143155 MiB, 141829 MiB free)\n",
-            "0, NVIDIA H200, 9.0, 580.1\n1, NVIDIA H200, 9.0, 580.1\n",
+            "0, NVIDIA H200, 9.0, 580.1, [N/A], [N/A]\n1, NVIDIA H200, 9.0, 580.1, [N/A], [N/A]\n",
             "CUDA0: NVIDIA H200",
         ),
     ],

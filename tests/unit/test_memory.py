@@ -15,17 +15,15 @@ from bakehouse.checkpoints.shape import ModelShape
 from bakehouse.checkpoints.tensors import Tensor
 from bakehouse.checkpoints.whole import Checkpoint, CheckpointFile
 from bakehouse.errors import UsageError
-from bakehouse.host import HostFacts, read_host
+from bakehouse.host import Gpu, HostFacts, read_host
 from bakehouse.memory.advice import largest_context, refusal, table
 from bakehouse.memory.budget import make_budget
 from bakehouse.memory.cache import cache_lines
 from bakehouse.memory.demand import Demand, demand_of
 from bakehouse.memory.machine import (
     PROFILES,
-    GpuMemory,
     Machine,
     named_machine,
-    parse_gpu_memory,
     this_machine,
 )
 from bakehouse.memory.types import GIB, Basis, Budget, Pool
@@ -109,7 +107,7 @@ def test_a_measured_figure_stands_in_for_what_no_header_gives() -> None:
 def muse(shards: list[int], available: float) -> Budget:
     """Muse Glimmer 30B under vLLM at 0.62 of 121.7 GiB, with its 5.1 GB drafter."""
     machine = Machine("spark", int(121.7 * GIB), int(available * GIB), unified=True,
-                      gpus=(GpuMemory("GB10", None, None),))  # fmt: skip
+                      gpus=(Gpu(name="GB10"),))  # fmt: skip
     weights = {
         "model": Weight(sum(shards), max(shards)),
         "drafter": Weight(5_100_000_000, 5_100_000_000),
@@ -156,7 +154,7 @@ def test_the_share_is_about_76_gib_with_10_of_cache() -> None:
 
 def test_d06_a_share_above_what_is_free_is_refused() -> None:
     machine = Machine("kit", int(121.69 * GIB), int(101.9 * GIB), unified=True,
-                      gpus=(GpuMemory("GB10", None, None),))  # fmt: skip
+                      gpus=(Gpu(name="GB10"),))  # fmt: skip
     weights = {"model": Weight(20 * GIB, 4 * GIB)}
     assert not make_budget(machine, Demand("vllm", share=0.87), weights).fits
     assert make_budget(machine, Demand("vllm", share=0.70), weights).fits
@@ -180,31 +178,8 @@ def facts(total: float, available: float) -> HostFacts:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("NVIDIA GB10, [N/A], [N/A]\n", [("NVIDIA GB10", None, None)]),
-        ("NVIDIA GB10, [Not Supported], [Not Supported]", [("NVIDIA GB10", None, None)]),
-        ("NVIDIA H200, 143771 MiB, 143000 MiB", [("NVIDIA H200", 143771, 143000)]),
-        ("NVIDIA L4, 23034, 22000\nNVIDIA L4, 23034, 9", [("NVIDIA L4", 23034, 22000),
-                                                          ("NVIDIA L4", 23034, 9)]),
-        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", []),
-        ("No devices were found", []),
-        ("a, b, c", []),
-        ("", []),
-    ],
-)  # fmt: skip
-def test_d01_gpu_memory_as_nvidia_smi_gives_it(
-    text: str, found: list[tuple[str, int | None, int | None]]
-) -> None:
-    mib = 2**20
-    assert parse_gpu_memory(text) == tuple(
-        GpuMemory(name, total and total * mib, free and free * mib) for name, total, free in found
-    )
-
-
 def test_d01_no_figures_mean_unified_memory_and_memavailable() -> None:
-    machine = this_machine(facts(121.7, 110), (GpuMemory("NVIDIA GB10", None, None),))
+    machine = this_machine(facts(121.7, 110), (Gpu(name="NVIDIA GB10"),))
     assert machine.unified
     assert machine.pool is Pool.SYSTEM
     assert machine.available == 110 * GIB
@@ -212,7 +187,9 @@ def test_d01_no_figures_mean_unified_memory_and_memavailable() -> None:
 
 
 def test_d02_odd_figures_on_a_gb10_are_not_believed() -> None:
-    machine = this_machine(facts(121.7, 110), (GpuMemory("NVIDIA GB10", 10 * GIB, 9 * GIB),))
+    machine = this_machine(
+        facts(121.7, 110), (Gpu(name="NVIDIA GB10", memory_total=10 * GIB, memory_free=9 * GIB),)
+    )
     assert machine.unified
 
 
@@ -220,7 +197,7 @@ def test_d03_page_cache_is_available(tmp_path: Path) -> None:
     write(tmp_path / "meminfo", b"MemTotal: 125829120 kB\nMemFree: 7759462 kB\n"
           b"MemAvailable: 118000000 kB\nCached: 110000000 kB\n")  # fmt: skip
     write(tmp_path / "cpuinfo", b"")
-    machine = this_machine(read_host(tmp_path), (GpuMemory("NVIDIA GB10", None, None),))
+    machine = this_machine(read_host(tmp_path), (Gpu(name="NVIDIA GB10"),))
     assert machine.available == 118000000 * 1024
     budget = make_budget(machine, GLM, {"model": glm(80 * GIB)})
     assert budget.fits
@@ -260,7 +237,7 @@ def test_what_the_cpu_may_repack_is_noted(tmp_path: Path) -> None:
     on_cpu = make_budget(named_machine("cpu:8GiB"), demand, weights)
     (line,) = (x for x in on_cpu.lines if x.item == "weights")
     assert line.bytes == 1024  # once: what is repacked need not stay mapped
-    assert "0.0 MiB of it in types that the CPU may repack" in line.formula
+    assert "1.0 KiB of it in types that the CPU may repack" in line.formula
     on_gpu = make_budget(GB10, demand, weights)
     assert not any("repack" in x.formula for x in on_gpu.lines)
 

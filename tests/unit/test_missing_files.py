@@ -54,7 +54,8 @@ def test_a_file_or_folder_that_is_not_there(
 
     assert isinstance(error, NotFound), error
     assert error.exit_code == 3
-    assert error.what.startswith(f"there is no {kind} '")
+    assert error.what.startswith(f"{kind} '")
+    assert error.what.endswith("' not found")
     assert folder.name in f"{error.what} {error.where}"
     assert error.hint
 
@@ -62,7 +63,7 @@ def test_a_file_or_folder_that_is_not_there(
 def test_a_recipe_that_is_a_link_to_nothing_says_where_it_leads(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").symlink_to("gone/far.yaml")
 
-    with pytest.raises(NotFound, match="there is no recipe 'r'") as caught:
+    with pytest.raises(NotFound, match="recipe 'r' not found") as caught:
         find("r", tmp_path)
     assert str(caught.value.where).endswith("r.yaml, a link to gone/far.yaml")
 
@@ -78,7 +79,7 @@ def test_a_recipe_that_may_not_be_looked_at_is_left_to_the_loader(
 
 
 def test_a_patch_that_a_recipe_names_is_not_found_either(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"there is no patch 'x\.patch'"):
+    with pytest.raises(NotFound, match=r"patch 'x\.patch' not found"):
         read_patch(tmp_path / "x.patch")
 
 
@@ -86,5 +87,5 @@ def test_a_patch_for_one_run_is_named(context: Context) -> None:
     from bakehouse.sources.manifests import manifest_path, patches_folder, read_manifest
 
     path = manifest_path(patches_folder(context.recipes), "ggml-org/llama.cpp", "4711")
-    with pytest.raises(NotFound, match="there is no patch '4711'"):
+    with pytest.raises(NotFound, match="patch '4711' not found"):
         read_manifest(path)

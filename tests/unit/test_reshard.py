@@ -243,7 +243,7 @@ def test_places_that_make_no_sense(tmp_path: Path) -> None:
         run(folder, folder)
     with pytest.raises(UsageError, match="inside"):
         run(folder, folder / "out")
-    with pytest.raises(NotFound, match="there is no folder 'no'"):
+    with pytest.raises(NotFound, match="folder 'no' not found"):
         run(folder, tmp_path / "no" / "out")
     with pytest.raises(NotFound):
         run(tmp_path / "nowhere", tmp_path / "out")

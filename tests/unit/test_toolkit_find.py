@@ -184,6 +184,20 @@ def test_what_an_architecture_embeds(text: str, embeds: set[str]) -> None:
 
 
 def test_gpus_as_the_driver_lists_them() -> None:
-    text = "0, NVIDIA GB10, 12.1, 580.159.03\n1, NVIDIA X, [N/A], 580\nFailed, a, b, c\n\n"
+    text = (
+        "0, NVIDIA GB10, 12.1, 580.159.03, [N/A], [Not Supported]\n"
+        "1, NVIDIA H200, 9.0, 580.159.04, 143771 MiB, 143000 MiB\n"
+        "2, NVIDIA X, [N/A], 580, 1 MiB, 1 MiB\n"
+        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n"
+        "Failed, a, b, c, d, e\n\n"
+    )
     gpus = parse_gpus(text)
-    assert [(g.index, g.name, g.compute_capability) for g in gpus] == [(0, "NVIDIA GB10", "12.1")]
+    assert [(g.memory_total, g.memory_free) for g in gpus] == [
+        (None, None),
+        (143771 * 2**20, 143000 * 2**20),
+    ]
+    assert "memory_total" not in gpus[0].to_data()
+    assert [(g.index, g.name, g.compute_capability) for g in gpus] == [
+        (0, "NVIDIA GB10", "12.1"),
+        (1, "NVIDIA H200", "9.0"),
+    ]

@@ -108,7 +108,9 @@ def test_native_means_this_machines_gpu_though_a_container_builds(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = [Gpu(index=0, name="NVIDIA GB10", compute_capability="12.1", driver="580.1")]
-    monkeypatch.setattr(settle, "read_gpus", lambda _: tuple(seen))
+    monkeypatch.setattr(
+        settle, "compute_capabilities", lambda _: tuple(one.compute_capability for one in seen)
+    )
     native = for_builder(context, recipe("native"))
     assert native.build
     assert native.build.cmake["CMAKE_CUDA_ARCHITECTURES"] == "121a-real"

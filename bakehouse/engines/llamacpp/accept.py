@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -11,6 +10,7 @@ from bakehouse.checks import Check, check
 from bakehouse.engines.configured import AcceptRule, Configured, Expected
 from bakehouse.engines.llamacpp.cmake import SEEMS_READ, same, truth
 from bakehouse.engines.llamacpp.cuda import cuda
+from bakehouse.util.text import suggestion
 
 _UNUSED = re.compile(r"\s*Manually-specified variables were not used by the project:")
 _DOWNLOAD = re.compile(
@@ -138,8 +138,7 @@ def _unused(log: tuple[str, ...]) -> Iterator[tuple[int, str]]:
 
 def _nearest(name: str, configured: Configured) -> str:
     declared = [n for n, e in configured.cache.items() if e.type not in {"UNINITIALIZED", "STATIC"}]
-    near = difflib.get_close_matches(name, declared, n=1, cutoff=0.6)
-    return f" (did you mean {near[0]}?)" if near else ""
+    return suggestion(name, declared)
 
 
 def no_download(configured: Configured, expected: Expected) -> Iterable[Check]:  # noqa: ARG001
@@ -157,10 +156,7 @@ def no_download(configured: Configured, expected: Expected) -> Iterable[Check]: 
 def targets(configured: Configured, expected: Expected) -> Iterable[Check]:
     """Every target that will be built exists."""
     missing = [t for t in expected.targets if t not in configured.targets]
-    said = []
-    for name in missing:
-        near = difflib.get_close_matches(name, configured.targets, n=1, cutoff=0.6)
-        said.append(f"{name} does not exist" + (f" (did you mean {near[0]}?)" if near else ""))
+    said = [f"{name} does not exist{suggestion(name, configured.targets)}" for name in missing]
     yield check(
         "configure.targets",
         ", ".join(expected.targets),

@@ -6,13 +6,13 @@ is still listed, with the words "the argument has been removed", and is fatal.
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bakehouse.checks import Check, check
 from bakehouse.engines.llamacpp.server import spelling
+from bakehouse.util.text import suggestion
 
 COLUMN = 40
 """Where the text of an entry begins; where its flags are too long, on the next line."""
@@ -127,6 +127,4 @@ def _missing(flag: str, entry: Entry | None, known: Help, where: str) -> Check:
 
 
 def _nearest(flag: str, entries: dict[str, Entry]) -> str:
-    living: Iterable[str] = [n for n, e in entries.items() if e.removed is None]
-    near = difflib.get_close_matches(flag, living, n=1, cutoff=0.6)
-    return f" (did you mean {near[0]}?)" if near else ""
+    return suggestion(flag, (n for n, e in entries.items() if e.removed is None))
