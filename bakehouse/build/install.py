@@ -10,11 +10,11 @@ from pathlib import Path
 from bakehouse.build.disk import disk_full, says_full, starved
 from bakehouse.checks import Check, check
 from bakehouse.context import Context
-from bakehouse.elf import Dynamic, read_dynamic
 from bakehouse.engines.configured import Configured
 from bakehouse.errors import BuildFailed
 from bakehouse.plan.types import BuildPlan, Step
 from bakehouse.ports.process import environment
+from bakehouse.toolkit.embedded import ElfFile, read_dynamic
 
 PROGRAM_MODE, LIBRARY_MODE, FOLDER_MODE = 0o755, 0o644, 0o755
 STRIP_S = 300.0
@@ -60,14 +60,14 @@ def choose(folder: Path, configured: Configured, targets: Iterable[str]) -> dict
             chosen |= {n: f for n, f in libraries.items() if f in files}
     todo = list(chosen.values())
     while todo:
-        for needed in (_dynamic(todo.pop()) or Dynamic()).needed:
+        for needed in (_dynamic(todo.pop()) or ElfFile()).needed:
             if needed in libraries and needed not in chosen:
                 chosen[needed] = libraries[needed]
                 todo.append(libraries[needed])
     return dict(sorted(chosen.items()))
 
 
-def _dynamic(file: Path) -> Dynamic | None:
+def _dynamic(file: Path) -> ElfFile | None:
     try:
         return read_dynamic(file)
     except ValueError as error:
@@ -128,7 +128,7 @@ def toolkit_libraries(folder: Path, plan: BuildPlan) -> dict[str, Path]:
     found: dict[str, Path] = {}
     todo = [file for file in folder.iterdir() if file.is_file()]
     while todo:
-        for needed in (_dynamic(todo.pop()) or Dynamic()).needed:
+        for needed in (_dynamic(todo.pop()) or ElfFile()).needed:
             file = library / needed
             if needed in found or (folder / needed).exists() or not file.exists():
                 continue
@@ -154,9 +154,8 @@ def judge_files(folder: Path, chosen: Iterable[str], artifact: str) -> Installed
             continue
         own = [n for n in found.needed if (folder / n).exists()]
         system |= set(found.needed) - set(own)
-        paths = [p for p in (found.run_path or "").split(":") if p]
-        if (own and paths != ["$ORIGIN"]) or any(p != "$ORIGIN" for p in paths):
-            astray.append(f"{name}: {found.run_path or 'none'}")
+        if set(found.run_path) - {"$ORIGIN"} or (own and found.run_path != ("$ORIGIN",)):
+            astray.append(f"{name}: {':'.join(found.run_path) or 'none'}")
     checks = (
         check(
             "artifact.run_path",

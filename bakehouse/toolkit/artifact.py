@@ -13,7 +13,7 @@ from pathlib import Path
 from bakehouse.checks import Check, check
 from bakehouse.host import Gpu
 from bakehouse.toolkit.accept import specific
-from bakehouse.toolkit.embedded import CudaFile, NotElf, read_cuda_file
+from bakehouse.toolkit.embedded import ElfFile, NotElf, read_cuda_file
 from bakehouse.toolkit.types import Requested, Toolkit, numbers, parse_architecture
 
 _DEVICE = re.compile(r"^\s+(?P<id>CUDA\d+): (?P<name>.+?) \(\d+ MiB, \d+ MiB free\)\s*$")
@@ -71,7 +71,7 @@ def find_cuda_file(folder: Path) -> Path | None:
     return None
 
 
-def _linked(path: Path, file: CudaFile, toolkit: Toolkit, same: Same) -> Check:
+def _linked(path: Path, file: ElfFile, toolkit: Toolkit, same: Same) -> Check:
     """Find libcudart as the loader would, by the run path, and hold it against the toolkit's."""
     major = numbers(toolkit.version)[0]
     expected = f"libcudart.so.{major} out of {toolkit.library}"
@@ -100,7 +100,7 @@ def _linked(path: Path, file: CudaFile, toolkit: Toolkit, same: Same) -> Check:
     )
 
 
-def _no_stub(path: Path, file: CudaFile) -> Check:
+def _no_stub(path: Path, file: ElfFile) -> Check:
     stubs = [entry for entry in file.run_path if "stubs" in Path(entry).parts]
     return check(
         "cuda.no-stub",

@@ -10,10 +10,10 @@ from bakehouse.build.ninja import NinjaWatch
 from bakehouse.build.steps import judge_version
 from bakehouse.build.work import moved
 from bakehouse.checks import Verdict
-from bakehouse.elf import read_dynamic
 from bakehouse.engines.llamacpp.cmake import git_stand_in
 from bakehouse.plan.build import plan_build
 from bakehouse.ports.process import Captured
+from bakehouse.toolkit.embedded import read_dynamic
 from tests.support.small_engine import FAKE_HOST, FAKE_PLACES, FAKE_TOOLS, small_lock, small_recipe
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from bakehouse.checks import Check, Verdict
 from bakehouse.errors import BuildFailed
-from bakehouse.toolkit.accept import accept_configure, refuse, refused
-from bakehouse.toolkit.configured import read_configure
+from bakehouse.toolkit.accept import accept_configure, read_configure, refuse, refused
 from bakehouse.toolkit.types import Requested, Toolkit
 
 DATA = Path(__file__).parents[1] / "data" / "cmake"
@@ -114,10 +113,10 @@ def test_wordings(line: str, version: str, host: str | None, paths: int) -> None
         f'-- Found CUDAToolkit: {include} (found suitable version "13.0.88", '
         'minimum required is "11.7")\n'
     )
-    assert said.compilers[0].values["version"] == version
-    assert said.compilers[0].values.get("host_version") == host
-    assert said.toolkits[0].values["version"] == "13.0.88"
-    assert said.toolkits[0].values["paths"] == include
+    assert said["compilers"][0].values["version"] == version
+    assert said["compilers"][0].values.get("host_version") == host
+    assert said["toolkits"][0].values["version"] == "13.0.88"
+    assert said["toolkits"][0].values["paths"] == include
 
 
 @pytest.mark.parametrize("target", ["sbsa-linux", "x86_64-linux"])
