@@ -268,7 +268,9 @@ class _CudaChecks:
 
     def compilable(self) -> Check:
         asked, known = self.requested.architectures, self.toolkit.architectures
-        parts = [self.cache.get(f"CMAKE_CACHE_{n}_VERSION", "") for n in ("MAJOR", "MINOR", "PATCH")]
+        parts = [
+            self.cache.get(f"CMAKE_CACHE_{n}_VERSION", "") for n in ("MAJOR", "MINOR", "PATCH")
+        ]
         version = tuple(map(int, parts)) if all(map(str.isdigit, parts)) else ()
         takes_families = (3, 31, 8) <= version < (4, 0, 0) or version >= (4, 0, 2)
         wrong = []

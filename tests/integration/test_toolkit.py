@@ -180,7 +180,7 @@ def test_a_wheel_that_changed_on_disk_is_fetched_again(
     assert target.stat().st_size == wheel.size
     other = wheel.model_copy(update={"sha256": "0" * 64})
     wheels = tuple(other if w is wheel else w for w in pins["13.0"].wheels)
-    with pytest.raises(LockError, match="not the file that is locked"):
+    with pytest.raises(LockError, match="not the locked file"):
         provide(fresh, pins["13.0"].model_copy(update={"wheels": wheels}))
 
 
