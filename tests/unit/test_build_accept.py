@@ -90,7 +90,7 @@ def test_all_is_well() -> None:
             "configure.compiler.CXX", "/opt/c++ 12.2.0",
         ),
         ({"cache": cached(CMAKE_BUILD_TYPE="Debug")}, "configure.build_type", "Debug"),
-        ({"cache": cached(LLAMA_BUILD_UI="ON")}, "configure.forced", "LLAMA_BUILD_UI=ON in place"),
+        ({"cache": cached(LLAMA_BUILD_UI="ON")}, "configure.forced", "LLAMA_BUILD_UI=ON instead"),
         ({"cache": cached(LLAMA_BUILD_UI=None)}, "configure.forced", "no LLAMA_BUILD_UI in"),
         ({"cache": cached(GGML_BLAS="ON")}, "configure.asked", "GGML_BLAS=ON"),
         (
@@ -153,7 +153,7 @@ def test_a_switch_that_is_neither_on_nor_off(value: str) -> None:
     """CMake takes any such text for one of the two, and says nothing."""
     asked = EXPECTED.model_copy(update={"asked": {"GGML_BLAS": value}})
     check = only(judge(replace(GOOD, cache=cached(GGML_BLAS=value)), asked), "configure.asked")
-    assert check.observed == f"GGML_BLAS={value}, where the project wants ON or OFF"
+    assert check.observed == f"GGML_BLAS={value}, but the project expects ON or OFF"
 
 
 def test_our_own_definitions_may_stay_unused() -> None:

@@ -86,7 +86,7 @@ def test_a_removed_flag_counts_as_absent_and_its_replacement_is_said() -> None:
 def test_a_flag_that_never_existed_names_the_nearest_living_one() -> None:
     verdict, observed = verdicts("--draft-n-max", "2")["flag.draft-n-max"]
     assert verdict is Verdict.FAILED
-    assert observed == "there is no --draft-n-max (did you mean --spec-draft-n-max?)"
+    assert observed == "unknown flag --draft-n-max (did you mean --spec-draft-n-max?)"
     assert "next argument, --ctx-size 4" in verdicts("--ctx-size=4")["flag.ctx-size"][1]
 
 
@@ -99,7 +99,7 @@ def test_a_text_that_stops_early_proves_no_absence(cut: int) -> None:
     text = TEXT[:cut]
     found = verdicts("--nowhere", "--draft-max", text=text)
     assert found["flag.nowhere"][0] is Verdict.UNKNOWN
-    assert "stops before its end" in found["flag.nowhere"][1]
+    assert "stopped before its end" in found["flag.nowhere"][1]
     removed = "the argument has been removed" in text
     expected = Verdict.FAILED if removed else Verdict.UNKNOWN
     assert found["flag.draft-max"][0] is expected
