@@ -1,8 +1,8 @@
-"""Where builds happen: locks, and a folder that is empty at first and gone at the end.
+"""Work folders of builds, and their locks.
 
 Every build of a home works in `builds/.work/0`; a second one at the same time in `1`, and so on.
-A lock (held by the process, so that it ends with it) says whether a folder is in use: what lies in
-a folder whose lock is free was left by a build that was killed, and goes.
+A lock, which ends with its process, marks a folder as in use: a folder whose lock is free was left
+by a killed build, and is removed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 PLACES = 64
-"""Builds at the same time, at most."""
+"""Maximum number of builds at the same time."""
 
 
 def _lock(path: Path) -> BaseFileLock:
@@ -34,15 +34,22 @@ def _lock(path: Path) -> BaseFileLock:
     return FileLock(path, thread_local=False)
 
 
-@contextmanager
-def digest_lock(ctx: Context, builds: Path, digest: str) -> Iterator[None]:
-    """Hold the one lock of an artifact; wait, and say so, while another build holds it."""
+def _taken(lock: BaseFileLock) -> bool:
+    """Take a lock unless another process holds it."""
     from filelock import Timeout
 
-    lock = _lock(builds / ".locks" / f"{digest}.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
+        return False
+    return True
+
+
+@contextmanager
+def digest_lock(ctx: Context, builds: Path, digest: str) -> Iterator[None]:
+    """Hold the lock of an artifact; wait, and say so, while another build holds it."""
+    lock = _lock(builds / ".locks" / f"{digest}.lock")
+    if not _taken(lock):
         ctx.progress.say("another process builds the same; waiting for it")
         lock.acquire(poll_interval=0.1)
     try:
@@ -53,59 +60,48 @@ def digest_lock(ctx: Context, builds: Path, digest: str) -> Iterator[None]:
 
 @contextmanager
 def work_folder(ctx: Context, plan: BuildPlan) -> Iterator[Path]:
-    """Take the first free work folder, made empty; leave nothing of it afterwards."""
+    """Take the first free work folder, make it empty, and remove it afterwards.
+
+    Raises HostError if PLACES builds run already.
+    """
     root = Path(plan.work).parent
-    with ExitStack() as stack:
-        folder = _take(stack, root)
-        _clear_left(ctx, root)
-        for name in ("src", "build", "home", "tmp", "tools", "stage"):
-            (folder / name).mkdir(parents=True)
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _take(stack: ExitStack, root: Path) -> Path:
-    from filelock import Timeout
-
     for number in range(PLACES):
         lock = _lock(root / f"{number}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            continue
-        stack.callback(lock.release)
-        folder = root / str(number)
+        if _taken(lock):
+            break
+    else:
+        raise HostError(
+            f"{PLACES} builds are running on this machine already",
+            where=str(root),
+            hint="wait until one of them ends",
+        )
+    folder = root / str(number)
+    try:
         _remove(folder)
         for left in root.glob(f"{number}-left-*"):
             shutil.rmtree(left, ignore_errors=True)
-        return folder
-    raise HostError(
-        f"{PLACES} builds are under way on this machine already",
-        where=str(root),
-        hint="wait until one of them ends",
-    )
+        _clear_left(ctx, root)
+        for name in ("src", "build", "home", "tmp", "tools", "stage"):
+            (folder / name).mkdir(parents=True)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
 
 
 def _clear_left(ctx: Context, root: Path) -> None:
     """Remove what killed builds left in the other places."""
-    from filelock import Timeout
-
-    for folder in root.iterdir():
-        if not folder.is_dir():
-            continue
+    for folder in filter(Path.is_dir, list(root.iterdir())):
         lock = _lock(root / f"{folder.name.partition('-')[0]}.lock")
-        try:
-            with lock.acquire(timeout=0):
-                ctx.progress.say("removing what a build that was killed left behind")
-                shutil.rmtree(folder, ignore_errors=True)
-        except Timeout:
+        if not _taken(lock):
             continue
+        ctx.progress.say("removing leftovers of a killed build")
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
 
 
 def _remove(folder: Path) -> None:
-    """Remove a left folder, first moving it away from where its last children may still write."""
+    """Remove a leftover folder; moved away first, as its last children may still write to it."""
     if folder.exists():
         aside = folder.with_name(f"{folder.name}-left-{os.getpid()}")
         folder.rename(aside)

@@ -85,7 +85,7 @@ def test_wordings(
 def test_a_command_that_says_nothing() -> None:
     found = first_build_error(HEAD + TAIL)
     assert found
-    assert found.message == "x.o failed without a word"
+    assert found.message == "x.o failed without a message"
 
 
 def test_ninja_itself() -> None:
