@@ -1,4 +1,4 @@
-"""How an artifact will be made: pure, from recipe, lock, tools, host and places."""
+"""Plan a build of llama.cpp from recipe, lock, tools, host and places. Pure."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from bakehouse.recipe.model import Build, Recipe
 from bakehouse.toolchain import Tools
 
 RULES = 1
-"""Raised when the same inputs would give other bytes."""
+"""Incremented when the same inputs would give other bytes."""
 GENERATOR = "Ninja"
 WORK = ".work/0"
-"""Where in the builds folder an artifact is made: the same path each time, so that a compiler cache
-hits, and so that tools which write absolute paths into their output (nvcc) write the same ones."""
+"""Work folder inside the builds folder: the same path each time, so that a compiler cache hits, and
+tools that write absolute paths into their output (nvcc) write the same ones."""
 BYTES_A_JOB = 3 * 2**29
-"""1.5 GiB: what the largest of llama.cpp's C++ files takes to compile, with room."""
+"""1.5 GiB: more than the largest of llama.cpp's C++ files takes to compile."""
 NINJA_STATUS = "[%f/%t %e] "
-"""Steps finished, steps in all, seconds so far; `build.compile` reads it."""
+"""Steps finished, steps in total, seconds so far; `build.ninja` parses it."""
 
 Where = Callable[[tuple[str, ...]], tuple[str, int, int]]
 """Gives file, line and column of a key of the recipe, such as ("build", "cmake", "GGML_X")."""
@@ -45,8 +45,8 @@ def plan_build(
 ) -> BuildPlan:
     """Plan a llama.cpp build.
 
-    `jobs` overrides what cores and memory suggest. Raises RecipeError for definitions that cannot
-    stand, HostError where the cache folder's path cannot be written into compiler flags.
+    `jobs` overrides the number from cores and memory. Raises RecipeError for definitions that are
+    refused, HostError if the cache folder's path cannot be part of compiler flags.
     """
     build = recipe.build or Build()
     refuse(recipe, build, extra, where)
@@ -57,6 +57,14 @@ def plan_build(
     seen = Path(extra.place) if extra.place else work
     passed = _passed(merged, tools, seen, extra)
     artifact = places.builds / inputs.digest
+    env = _environment(lock, tools, seen, extra)
+    if tools.launcher:
+        # No base_dir: it makes ccache hand relative paths to the compiler, which then appear in
+        # `__FILE__`, so that a build with a cache would differ from one without. Every build of a
+        # home works at the same path instead, so that the cache hits as it is.
+        cache = {"CCACHE_DIR": str(places.compiler_cache), "CCACHE_TEMPDIR": str(seen / "tmp")}
+    else:
+        cache = {}
     expected = Expected(
         generator=GENERATOR,
         build_type=merged["CMAKE_BUILD_TYPE"],
@@ -79,8 +87,7 @@ def plan_build(
             tools,
             artifact,
             passed,
-            (_environment(lock, tools, seen, extra), _environment(lock, tools, work, extra)),
-            _cache_environment(tools, seen, places.compiler_cache),
+            (env, {**env, **cache}, _environment(lock, tools, work, extra)),
             build.targets,
             jobs_for(build, host, jobs),
             extra,
@@ -94,11 +101,11 @@ def plan_build(
 
 
 def _work_folder(places: Places) -> Path:
-    """Give the folder that is built in. Raises HostError for a path that flags cannot hold."""
+    """Give the work folder. Raises HostError for a path that flags cannot contain."""
     work = places.builds / WORK
     if bad := re.search(r"[\"$\\`;=#%:*\r\n]", str(work)):
         raise HostError(
-            f"the cache folder's path holds {bad[0]!r}, which compilers and CMake cannot take",
+            f"the cache folder's path contains {bad[0]!r}, which compilers and CMake do not support",
             where=str(places.cache),
             hint="set BAKEHOUSE_HOME to a folder with a plainer name",
         )
@@ -106,12 +113,12 @@ def _work_folder(places: Places) -> Path:
 
 
 def refuse(recipe: Recipe, build: Build, extra: Extra, where: Where | None) -> None:
-    """Raise RecipeError with every part of `build` that cannot stand."""
+    """Raise RecipeError with every part of `build` that is refused."""
     found: list[tuple[tuple[str, ...], str, str]] = [
         (("build", "cmake", r.name), r.message, r.hint) for r in engine.refusals(build.cmake, extra)
     ]
     if engine.SERVER not in build.targets:
-        message = f"the targets lack {engine.SERVER}, which is what gets served"
+        message = f"{engine.SERVER} is missing from the targets"
         found.append((("build", "targets"), message, f"add {engine.SERVER}"))
     for target in build.targets:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", target):
@@ -123,7 +130,7 @@ def refuse(recipe: Recipe, build: Build, extra: Extra, where: Where | None) -> N
     for keys, message, hint in found:
         file, line, column = where(keys) if where else (f"recipe {recipe.name}", 0, 0)
         faults.append(Fault(file, line, column, f"{'.'.join(keys)}: {message}", hint))
-    raise RecipeError(f"recipe {recipe.name} cannot be built as it is", faults)
+    raise RecipeError(f"recipe {recipe.name} cannot be built", faults)
 
 
 def _inputs(
@@ -135,7 +142,7 @@ def _inputs(
     merged: Mapping[str, str],
     extra: Extra,
 ) -> BuildInputs:
-    """All that can change the bytes."""
+    """Everything that can change the bytes of the artifact."""
     native = engine.for_this_cpu(merged)
     date = lock.source.date if lock.source else 0
     return BuildInputs(
@@ -166,7 +173,7 @@ def _inputs(
 
 
 def _passed(merged: Mapping[str, str], tools: Tools, work: Path, extra: Extra) -> dict[str, str]:
-    """Definitions as they are passed: with where things lie on this machine."""
+    """Definitions as they are passed, with the paths of this machine."""
     passed = {
         **merged,
         "CMAKE_C_COMPILER": tools.cc.path,
@@ -190,7 +197,7 @@ def _passed(merged: Mapping[str, str], tools: Tools, work: Path, extra: Extra) -
 
 
 def _nvcc_cannot(flag: str) -> bool:
-    """Whether nvcc would take a flag that it hands on for several."""
+    """Whether nvcc would split a flag that it passes on."""
     return flag.startswith("-Xcompiler=") and bool(re.search(r"[\s,]", flag))
 
 
@@ -198,7 +205,7 @@ def _not_reproducible(extra: Extra, work: Path) -> str:
     flags = [flag.replace("{work}", str(work)) for some in extra.flags.values() for flag in some]
     if extra.not_reproducible or not any(map(_nvcc_cannot, flags)):
         return extra.not_reproducible
-    return "nvcc takes no flag with a blank or a comma, so the toolkit's path is not mapped"
+    return "nvcc splits flags at blanks and commas, so the toolkit's path is not mapped"
 
 
 def _quoted(flag: str) -> str:
@@ -206,14 +213,14 @@ def _quoted(flag: str) -> str:
 
 
 def jobs_for(build: Build, host: HostFacts, jobs: int | None) -> int:
-    """How many compilers run at once: as asked, else bounded by cores and by free memory."""
+    """Number of compilers at once: as given, else limited by cores and by free memory."""
     if jobs or build.jobs:
         return jobs or build.jobs or 1
     return max(1, min(host.cpus, host.memory_available // BYTES_A_JOB))
 
 
 def _environment(lock: Lock, tools: Tools, work: Path, extra: Extra) -> dict[str, str]:
-    """What the tools get to see beside the allowlist, which also fixes locale and time zone."""
+    """Variables of the tools beside the allowlist, which also fixes locale and time zone."""
     env = {
         "HOME": str(work / "home"),
         "TMPDIR": str(work / "tmp"),
@@ -225,39 +232,26 @@ def _environment(lock: Lock, tools: Tools, work: Path, extra: Extra) -> dict[str
     return dict(sorted(env.items()))
 
 
-def _cache_environment(tools: Tools, work: Path, folder: Path) -> dict[str, str]:
-    """Where the compiler cache keeps its files.
-
-    No base_dir: it makes ccache hand relative paths to the compiler, which then stand in
-    `__FILE__`, so that a build with a cache would differ from one without. Every build of a home
-    works at the same path instead, so that the cache hits as it is.
-    """
-    if not tools.launcher:
-        return {}
-    return {"CCACHE_DIR": str(folder), "CCACHE_TEMPDIR": str(work / "tmp")}
-
-
 def _steps(
     lock: Lock,
     tools: Tools,
     artifact: Path,
     passed: Mapping[str, str],
-    environments: tuple[dict[str, str], dict[str, str]],
-    cache: dict[str, str],
+    environments: tuple[dict[str, str], dict[str, str], dict[str, str]],
     targets: tuple[str, ...],
     jobs: int,
     extra: Extra,
 ) -> tuple[Step, ...]:
     """Source, configure, accept, compile, install, verify.
 
-    `environments` are those of configure and compile, which may see the work folder elsewhere, and
-    of the last steps.
+    `environments` are those of configure, of compile (both may see the work folder at another
+    path) and of the last steps.
     """
     work = artifact.parent / WORK
     seen = Path(extra.place) if extra.place else work
     mount = tuple(part.replace("{work}", str(work)) for part in extra.mount)
     source, folder, stage = seen / "src", seen / "build", work / "stage"
-    env, last = environments
+    env, compile_env, last = environments
     configure = (*mount, tools.cmake.path, "-S", str(source), "-B", str(folder), "-G", GENERATOR)
     return (
         Step(
@@ -287,7 +281,7 @@ def _steps(
             id="compile",
             title=f"compile {', '.join(targets)}",
             argv=(*mount, tools.ninja.path, "-C", str(folder), "-j", str(jobs), *targets),
-            env={**env, **cache, "NINJA_STATUS": NINJA_STATUS},
+            env={**compile_env, "NINJA_STATUS": NINJA_STATUS},
             cwd=str(work),
             expects=("exit code 0",),
         ),
@@ -298,7 +292,7 @@ def _steps(
 def _last_steps(
     lock: Lock, tools: Tools, artifact: Path, stage: Path, env: dict[str, str]
 ) -> tuple[Step, ...]:
-    """What makes an artifact of what was compiled."""
+    """Install and verify what was compiled."""
     return (
         Step(
             id="install",

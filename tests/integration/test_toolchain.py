@@ -129,18 +129,18 @@ def test_a_compiler_cache_that_goes_by_the_compilers_name(
 
 
 IMPOSTORS = {
-    "says nothing": ("true", "gives no version: it said ''"),
-    "says nonsense": ("echo hello", "gives no version: it said 'hello'"),
+    "says nothing": ("true", "prints no version, but ''"),
+    "says nonsense": ("echo hello", "prints no version, but 'hello'"),
     "fails": ("echo 'cannot load' >&2; exit 3", "does not work: cannot load"),
     "dies": ("kill -SEGV $$", "does not work"),
     "names no target": (
         '[ "$1" = --version ] && echo cc 1.2.3 && exit; echo',
-        "names no target machine",
+        "prints no target machine",
     ),
     "steers the terminal": ("printf '\\033[2Jx'", "\\x1b"),
     "is no known compiler": (
         "case $1 in --version) echo tcc 1.2.3;; -dumpmachine) echo a-b-c;; *) cat;; esac",
-        "is no compiler that Bakehouse knows",
+        "is neither GCC nor Clang",
     ),
 }
 
@@ -170,9 +170,9 @@ def test_a_compiler_that_hangs(
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("gcc -m32", "CC holds more than a compiler"),
-        ("/nowhere/gcc", "names '/nowhere/gcc', which is not there"),
-        ("no-such-gcc", "names 'no-such-gcc', which is not there"),
+        ("gcc -m32", "CC contains more than a compiler"),
+        ("/nowhere/gcc", "names '/nowhere/gcc', which does not exist"),
+        ("no-such-gcc", "names 'no-such-gcc', which does not exist"),
     ],
 )
 def test_a_wrong_cc(context: Context, value: str, said: str) -> None:
