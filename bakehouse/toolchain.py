@@ -1,8 +1,8 @@
 """The tools of a build: CMake, Ninja, C and C++ compilers, strip, a compiler cache.
 
 CMake and Ninja come from the environment that Bakehouse runs in (they are PyPI packages), else
-from PATH; compilers from `CC` and `CXX`, else from PATH. The identity of a tool is part of the build
-digest: version line, target, assembler, linker, C and C++ library; its path is not.
+from PATH; compilers from `CC` and `CXX`, else from PATH. The identity of a tool is part of the
+build digest: version line, target, assembler, linker, C and C++ library; its path is not.
 
 To identify the tools takes a dozen short processes, so results are cached on disk for as long as
 every file that they depend on keeps its size, modification time and inode: `plan` then starts none.

@@ -67,12 +67,12 @@ def first_cmake_error(lines: Sequence[str], roots: Sequence[str] = ()) -> FirstE
             if inner := _compilers_own(lines, index + 1):
                 summary = re.split(r"\.\s", message, maxsplit=1)[0]
                 return replace(inner, message=f"{clean(summary)}: {inner.message}")
-            file = _short(found["file"], roots)
-            return FirstError(clean(message), index + 1, file, int(found["line"]))
+            line_number, file = int(found["line"]), _short(found["file"], roots)
+            return FirstError(clean(message), index + 1, file, line_number)
         if found := _CMAKE.match(line.strip()):
             message = found["message"] or _indented(lines, index + 1) or "CMake gave no reason"
-            file = _short(found["file"], roots) if found["file"] else None
-            return FirstError(clean(message), index + 1, file)
+            named = _short(found["file"], roots) if found["file"] else None
+            return FirstError(clean(message), index + 1, named)
     return None
 
 

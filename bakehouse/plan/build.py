@@ -105,7 +105,7 @@ def _work_folder(places: Places) -> Path:
     work = places.builds / WORK
     if bad := re.search(r"[\"$\\`;=#%:*\r\n]", str(work)):
         raise HostError(
-            f"the cache folder's path contains {bad[0]!r}, which compilers and CMake do not support",
+            f"the cache folder's path contains {bad[0]!r}, which CMake does not support",
             where=str(places.cache),
             hint="set BAKEHOUSE_HOME to a folder with a plainer name",
         )

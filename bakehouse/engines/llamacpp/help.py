@@ -86,7 +86,7 @@ def _entry(line: str) -> Entry:
 def judge_flags(argv: Sequence[str], known: Help, where: str) -> tuple[Check, ...]:
     """Check every flag of a command: one check for all known flags, one for each unknown flag.
 
-    `argv[0]` is the program. The verdict on a flag that an incomplete text does not list is unknown.
+    `argv[0]` is the program. A flag that an incomplete text does not list is unknown.
     """
     good, found = [], []
     index = 1
