@@ -69,27 +69,21 @@ def release_for(wanted: str) -> tuple[str, dict[str, str]]:
 def pin_toolkit(ctx: Context, wanted: str) -> ToolkitPin:
     """Pin the wheels of both architectures, so that one lock serves both kinds of machine."""
     release, parts = release_for(wanted)
-    wheels = []
-    for package, version in parts.items():
-        for arch in ARCHES:
-            requirement = f"{package}=={version}"
-            found = _find(ctx, requirement, arch)
-            if found.size is None:
-                raise LockError(
-                    f"the package index does not give the size of {found.filename}",
-                    where=requirement,
-                    hint="use an index that publishes sizes, such as pypi.org",
-                )
-            wheels.append(
-                WheelPin(
-                    requirement=requirement,
-                    arch=arch,
-                    path=found.filename,
-                    size=found.size,
-                    sha256=found.sha256,
-                )
-            )
-    return ToolkitPin(release=release, version=parts["nvidia-cuda-nvcc"], wheels=tuple(wheels))
+    requirements = [f"{package}=={version}" for package, version in parts.items()]
+    wheels = tuple(_pin(ctx, wanted, arch) for wanted in requirements for arch in ARCHES)
+    return ToolkitPin(release=release, version=parts["nvidia-cuda-nvcc"], wheels=wheels)
+
+
+def _pin(ctx: Context, requirement: str, arch: str) -> WheelPin:
+    found = _find(ctx, requirement, arch)
+    if found.size is None:
+        raise LockError(
+            f"the package index does not give the size of {found.filename}",
+            where=requirement,
+            hint="use an index that publishes sizes, such as pypi.org",
+        )
+    path, size, sha256 = found.filename, found.size, found.sha256
+    return WheelPin(requirement=requirement, arch=arch, path=path, size=size, sha256=sha256)
 
 
 def toolkit_folder(places: Places, pin: ToolkitPin, arch: str | None = None) -> Path:

@@ -72,18 +72,6 @@ def judge(
         checks.append(
             _equal("build", asked.build_info, props.get("build_info"), "GET /props build_info")
         )
-    checks += _optional(asked, models, props, slots, log)
-    return tuple(checks)
-
-
-def _optional(
-    asked: Features,
-    models: Any,
-    props: Mapping[str, Any],
-    slots: Sequence[Mapping[str, Any]],
-    log: Sequence[str],
-) -> list[Check]:
-    checks = []
     if asked.context:
         checks.append(_context(asked.context, slots))
     if asked.chat:
@@ -95,19 +83,12 @@ def _optional(
     if asked.multimodal:
         checks.append(_multimodal(models))
     if asked.speculation:
-        states = [s.get("speculative") for s in slots]
-        seen = None if not states or None in states else ", ".join(map(str, states)).lower()
-        if seen and asked.speculation_lacks:
-            seen = f"{seen}: {asked.speculation_lacks}"
-        checks.append(
-            check("speculation", f"{asked.speculation} on in every slot", seen,
-                  "GET /slots speculative", ok=all(s is True for s in states))
-        )  # fmt: skip
+        checks.append(_speculation(asked, slots))
     if asked.gpu_layers:
         checks.append(_offload(asked.gpu_layers, log))
     if asked.flash_attn:
         checks.append(_attention(asked.flash_attn, log))
-    return checks
+    return tuple(checks)
 
 
 def _equal(name: str, wanted: str, seen: Any, where: str) -> Check:
@@ -123,6 +104,15 @@ def _loaded(models: Any, props: Mapping[str, Any]) -> Check:
     seen = seen or ("a model" if model_names(models) else None)
     return check("model-loaded", "one model, loaded by this server itself", seen,
                  "GET /v1/models, GET /props", ok=not router)  # fmt: skip
+
+
+def _speculation(asked: Features, slots: Sequence[Mapping[str, Any]]) -> Check:
+    states = [s.get("speculative") for s in slots]
+    seen = None if not states or None in states else ", ".join(map(str, states)).lower()
+    if seen and asked.speculation_lacks:
+        seen = f"{seen}: {asked.speculation_lacks}"
+    return check("speculation", f"{asked.speculation} on in every slot", seen,
+                 "GET /slots speculative", ok=all(s is True for s in states))  # fmt: skip
 
 
 def _context(wanted: int, slots: Sequence[Mapping[str, Any]]) -> Check:
