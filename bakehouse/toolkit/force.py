@@ -94,7 +94,7 @@ def _of_builder_image(build: Build) -> list[Conflict]:
     return [
         Conflict(
             keys,
-            f"{keys[-1]} names a toolkit, but this build uses the one of its builder image",
+            f"{keys[-1]} names a toolkit, but this build uses the one in its builder image",
             "leave it out, and name a builder image with that toolkit in build.bases",
         )
         for keys, given in named.items()
