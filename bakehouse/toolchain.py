@@ -1,11 +1,11 @@
 """The tools of a build: CMake, Ninja, C and C++ compilers, strip, a compiler cache.
 
 CMake and Ninja come from the environment that Bakehouse runs in (they are PyPI packages), else
-from PATH; compilers from `CC` and `CXX`, else from PATH. What a tool *is* goes into the build
-digest: version line, target, assembler, linker, C and C++ library; where it lies does not.
+from PATH; compilers from `CC` and `CXX`, else from PATH. The identity of a tool is part of the
+build digest: version line, target, assembler, linker, C and C++ library; its path is not.
 
-Asking takes a dozen short processes, so answers are remembered on disk for as long as every file
-that they came from keeps its size, modification time and inode: `plan` then starts no process.
+To identify the tools takes a dozen short processes, so results are cached on disk for as long as
+every file that they depend on keeps its size, modification time and inode: `plan` then starts none.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from bakehouse.ports.process import environment
 from bakehouse.redact import clean
 
 ANSWER_S = 20.0
-"""Seconds within which a tool has to say its version."""
+"""Time limit in seconds for a tool to print its version."""
 OLDEST_CMAKE = (3, 20)
-"""The first whose file API names toolchains, which acceptance reads."""
+"""The first version whose file API reports toolchains."""
 SYSTEM_PATH = ("/usr/local/bin", "/usr/bin", "/bin")
 LAUNCHER = "ccache"
 """The compiler cache that is used. Not sccache: it drops SOURCE_DATE_EPOCH on the way to the
 compiler (seen with 0.16.0), so that a build with it would differ from one without."""
 STAND_INS = ("ccache", "sccache")
-"""Programs that go by a compiler's name, or stand in front of it."""
+"""Compiler caches: called by a compiler's name, or in front of it."""
 C = ("cc", "gcc", "clang")
 CXX = ("c++", "g++", "clang++")
 MEMORY_FILE = "toolchain.json"
@@ -52,7 +52,7 @@ class Tool(Frozen):
     version: str
     """The bare number, such as 12.2.0, as CMake reports it for compilers."""
     identity: str
-    """All about it that can shape what it makes."""
+    """Everything about it that can change its output."""
 
 
 class Tools(Frozen):
@@ -64,7 +64,7 @@ class Tools(Frozen):
     cxx: Tool
     strip: Tool
     launcher: str | None = None
-    """Path of ccache, where there is one; it never changes a result."""
+    """Path of ccache, if installed; it never changes a result."""
 
     @property
     def search_path(self) -> str:
@@ -74,25 +74,18 @@ class Tools(Frozen):
 
 
 def find_tools(ctx: Context) -> Tools:
-    """Find all tools and say what they are; HostError (9) for one that is missing or broken."""
+    """Find and identify all tools. Raises HostError (9) for one that is missing or broken."""
     memory = _Memory(ctx.places.cache / MEMORY_FILE)
     found = {name: ask() for name, ask in _finders(ctx, memory).items()}
     memory.save()
-    return Tools(
-        cmake=found["cmake"],
-        ninja=found["ninja"],
-        cc=found["cc"],
-        cxx=found["c++"],
-        strip=found["strip"],
-        launcher=shutil.which(LAUNCHER, path=_search(ctx)),
-    )
+    launcher = shutil.which(LAUNCHER, path=_search(ctx))
+    return Tools(cxx=found.pop("c++"), launcher=launcher, **found)
 
 
 def look_over(ctx: Context) -> dict[str, Tool | HostError]:
-    """Give what each tool is, or why it cannot be used, all of them."""
-    memory = _Memory(ctx.places.cache / MEMORY_FILE)
+    """Identify each tool, or give the reason why it cannot be used."""
     found: dict[str, Tool | HostError] = {}
-    for name, ask in _finders(ctx, memory).items():
+    for name, ask in _finders(ctx, _Memory(ctx.places.cache / MEMORY_FILE)).items():
         try:
             found[name] = ask()
         except HostError as error:
@@ -103,7 +96,7 @@ def look_over(ctx: Context) -> dict[str, Tool | HostError]:
 def _finders(ctx: Context, memory: _Memory) -> dict[str, Callable[[], Tool]]:
     return {
         "cmake": lambda: _ask_cmake(ctx, memory, _beside_python(ctx, "cmake")),
-        "ninja": lambda: _ask_ninja(ctx, memory, _beside_python(ctx, "ninja")),
+        "ninja": lambda: _ask_plain(ctx, memory, _beside_python(ctx, "ninja")),
         "cc": lambda: _ask_compiler(ctx, memory, _compiler_path(ctx, "CC", C), "c"),
         "c++": lambda: _ask_compiler(ctx, memory, _compiler_path(ctx, "CXX", CXX), "c++"),
         "strip": lambda: _ask_strip(ctx, memory),
@@ -111,7 +104,7 @@ def _finders(ctx: Context, memory: _Memory) -> dict[str, Callable[[], Tool]]:
 
 
 class _Memory:
-    """Answers by path, each with the stamps of all files that it depends on."""
+    """Cached results by path, each with the stamps of all files that it depends on."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -122,27 +115,23 @@ class _Memory:
             self.known = {}
 
     def recall(self, key: str) -> Tool | None:
-        """Give what is known of a tool, if nothing that it rests on has changed."""
-        try:
+        """Give the cached tool, unless a file that it depends on has changed."""
+        with suppress(KeyError, TypeError, ValueError, IndexError, OSError):
             entry = self.known[key]
             stamps = entry["files"]
-            if not isinstance(stamps, list) or not stamps:
-                return None
-            if any(stamp(s[0]) != tuple(s) for s in stamps):
-                return None
-            return Tool.model_validate(entry["tool"])
-        except (KeyError, TypeError, ValueError, IndexError, OSError):
-            return None
+            if isinstance(stamps, list) and stamps and all(stamp(s[0]) == tuple(s) for s in stamps):
+                return Tool.model_validate(entry["tool"])
+        return None
 
     def keep(self, key: str, tool: Tool, files: Iterable[str]) -> Tool:
-        """Remember an answer and the files that it came from."""
+        """Cache a tool with the files that it depends on."""
         stamps = [list(stamp(f)) for f in dict.fromkeys(files) if os.path.exists(f)]
         self.known[key] = {"tool": tool.to_data(), "files": stamps}
         self.fresh = True
         return tool
 
     def save(self) -> None:
-        """Write what is new; a folder that cannot be written only costs time at the next plan."""
+        """Write new results; a folder that is not writable only costs time at the next plan."""
         if not self.fresh:
             return
         with suppress(OSError):
@@ -151,13 +140,13 @@ class _Memory:
 
 
 def stamp(path: str) -> Stamp:
-    """Size, modification time and inode of what a path leads to; OSError where it is gone."""
+    """Size, modification time and inode of a file, links followed. Raises OSError if missing."""
     found = os.stat(path)
     return path, found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _ask(ctx: Context, argv: tuple[str, ...], stdin: bytes | None = None) -> str:
-    """Give a tool's answer (standard output); HostError where it does not answer well."""
+    """Run a tool and give its standard output. Raises HostError if it fails."""
     env = environment({"PATH": _search(ctx)}, ctx.environment)
     said = ctx.processes.capture(argv, env=env, timeout=ANSWER_S, stdin=stdin)
     if not said.ok:
@@ -171,14 +160,14 @@ def _ask(ctx: Context, argv: tuple[str, ...], stdin: bytes | None = None) -> str
 
 
 def _number(text: str, argv0: str) -> str:
-    """Give the first version number in an answer."""
+    """Find the first version number in a tool's output. Raises HostError if there is none."""
     if found := re.search(r"\d+(?:\.\d+)+", text):
         return found[0]
     said = clean(text.strip().partition("\n")[0])[:120]
     raise HostError(
-        f"{Path(argv0).name} gives no version: it said '{said}'",
+        f"{Path(argv0).name} prints no version, but '{said}'",
         where=argv0,
-        hint="this is not the tool that its name says; put the right one first on PATH",
+        hint="this is another program of that name; put the right one first on PATH",
     )
 
 
@@ -186,24 +175,24 @@ def _first_line(text: str) -> str:
     return clean(text.strip().partition("\n")[0].strip())
 
 
-def _ask_cmake(ctx: Context, memory: _Memory, path: str) -> Tool:
+def _ask_plain(ctx: Context, memory: _Memory, path: str) -> Tool:
+    """Identify a tool by its version number alone."""
     if known := memory.recall(path):
         return known
     version = _number(_ask(ctx, (path, "--version")), path)
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_CMAKE:
+    identity = f"{Path(path).name} {version}"
+    return memory.keep(path, Tool(path=path, version=version, identity=identity), (path,))
+
+
+def _ask_cmake(ctx: Context, memory: _Memory, path: str) -> Tool:
+    tool = _ask_plain(ctx, memory, path)
+    if tuple(int(part) for part in tool.version.split(".")[:2]) < OLDEST_CMAKE:
         raise HostError(
-            f"CMake {version} is too old: 3.20 or newer is wanted",
+            f"CMake {tool.version} is too old; 3.20 or newer is needed",
             where=path,
             hint=f"run: {_pip()}",
         )
-    return memory.keep(path, Tool(path=path, version=version, identity=f"cmake {version}"), (path,))
-
-
-def _ask_ninja(ctx: Context, memory: _Memory, path: str) -> Tool:
-    if known := memory.recall(path):
-        return known
-    version = _number(_ask(ctx, (path, "--version")), path)
-    return memory.keep(path, Tool(path=path, version=version, identity=f"ninja {version}"), (path,))
+    return tool
 
 
 def _ask_strip(ctx: Context, memory: _Memory) -> Tool:
@@ -233,7 +222,7 @@ bakehouse libcxx _LIBCPP_VERSION
 
 
 def _ask_compiler(ctx: Context, memory: _Memory, path: str, language: str) -> Tool:
-    """Say what a compiler is, with the assembler, linker and libraries that it uses."""
+    """Identify a compiler, with the assembler, linker and libraries that it uses."""
     key = f"{language} {path}"
     if known := memory.recall(key):
         return known
@@ -244,7 +233,7 @@ def _ask_compiler(ctx: Context, memory: _Memory, path: str, language: str) -> To
     target = _ask(ctx, (path, "-dumpmachine")).strip()
     if not re.fullmatch(r"\w+(-[\w.]+)+", target):
         raise HostError(
-            f"{Path(path).name} names no target machine: it said '{clean(target)[:80]}'",
+            f"{Path(path).name} prints no target machine, but '{clean(target)[:80]}'",
             where=f"{path} -dumpmachine",
             hint="this is not a C or C++ compiler; set CC and CXX to one",
         )
@@ -253,7 +242,7 @@ def _ask_compiler(ctx: Context, memory: _Memory, path: str, language: str) -> To
     compiler = macros.get("clang") or macros.get("gnu") or []
     if len(compiler) < 3:
         raise HostError(
-            f"{Path(path).name} is no compiler that Bakehouse knows (GCC or Clang)",
+            f"{Path(path).name} is neither GCC nor Clang",
             where=shlex.join((path, "-E", "-x", language, "-")),
             hint="set CC and CXX to GCC or Clang",
         )
@@ -277,7 +266,7 @@ def _ask_compiler(ctx: Context, memory: _Memory, path: str, language: str) -> To
 
 
 def _macros(text: str) -> dict[str, list[str]]:
-    """Read what the preprocessor made of `_MACROS`: name to those values that are numbers."""
+    """Parse the preprocessed `_MACROS`: name to the values that are numbers."""
     words = " ".join(ln for ln in text.splitlines() if not ln.startswith("#")).split("bakehouse ")
     split = (part.split() for part in words[1:])
     return {part[0]: [w for w in part[1:] if w.isdigit()] for part in split if part}
@@ -304,7 +293,7 @@ def _beside_python(ctx: Context, name: str) -> str:
 
 
 def _compiler_path(ctx: Context, variable: str, names: tuple[str, ...]) -> str:
-    """Find the compiler that `CC` or `CXX` names, a cache in front of it left out; else by name."""
+    """Find the compiler in `CC` or `CXX`, without a cache in front of it; else by name."""
     given = ctx.environment.get(variable, "").strip()
     if not given:
         for name in names:
@@ -320,14 +309,14 @@ def _compiler_path(ctx: Context, variable: str, names: tuple[str, ...]) -> str:
         del words[0]
     if len(words) != 1:
         raise HostError(
-            f"{variable} holds more than a compiler: '{clean(given)}'",
+            f"{variable} contains more than a compiler: '{clean(given)}'",
             where=f"environment variable {variable}",
             hint="put flags into the recipe, as build.cmake.CMAKE_C_FLAGS and CMAKE_CXX_FLAGS",
         )
     found = _compiler(ctx, words[0])
     if found is None:
         raise HostError(
-            f"{variable} names '{clean(words[0])}', which is not there",
+            f"{variable} names '{clean(words[0])}', which does not exist",
             where=f"environment variable {variable}",
             hint=f"unset {variable}, or set it to a compiler that exists",
         )
@@ -352,8 +341,8 @@ def _compiler(ctx: Context, name: str) -> str | None:
 
 def _missing(what: str, command: str) -> HostError:
     return HostError(
-        f"this machine lacks {what}",
-        where="looked beside Python and on PATH",
+        f"{what} not found",
+        where="searched beside Python and on PATH",
         hint=f"run: {command}",
         id="tool-missing",
     )

@@ -1,8 +1,8 @@
-"""Artifacts on disk: what a finished build says of itself, and whether its files still agree.
+"""Artifacts on disk: the record of a finished build, and the check of its files against it.
 
-Hashing a CUDA build takes a second or more, so hashes are remembered beside the artifact for as
-long as a file keeps its size, modification and change time and inode. Change time is what a later
-write cannot set back.
+Hashing a CUDA build takes a second or more, so hashes are cached beside the artifact for as long as
+a file keeps its size, modification and change time and inode. A later write cannot set the change
+time back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StepTime(Frozen):
 
 
 class BuildRecord(Frozen):
-    """`build.json`: what an artifact was made of and what it consists of."""
+    """`build.json`: inputs and files of an artifact."""
 
     schema_version: Annotated[Literal[1], Field(alias="schema")] = 1
     digest: str
@@ -50,10 +50,10 @@ class BuildRecord(Frozen):
     """Digest of `files`: two builds with the same content are the same, bit for bit."""
     inputs: BuildInputs
     tools: dict[str, str]
-    """Paths of the tools that were used."""
+    """Paths of the tools."""
     files: tuple[BuiltFile, ...]
     system_libraries: tuple[str, ...]
-    """What the files load and the artifact does not hold."""
+    """Libraries that the files load from the system."""
     checks: tuple[Check, ...]
     steps: tuple[StepTime, ...]
     seconds: float
@@ -62,11 +62,11 @@ class BuildRecord(Frozen):
     run: str
     """Id of the run that built it."""
     not_reproducible: str = ""
-    """Why another build of the same inputs may differ; empty where it does not."""
+    """Why another build of the same inputs may differ; empty if it does not."""
 
 
 class Artifact(Frozen):
-    """A build that is there and whose files verify."""
+    """A build whose files verify."""
 
     folder: str
     server: str
@@ -76,18 +76,18 @@ class Artifact(Frozen):
     checks: tuple[Check, ...]
     reused: bool
     seconds: float
-    """How long this took now: building it, or finding it."""
+    """Time of this call: to build it, or to verify it."""
     build_seconds: float
-    """How long it took to build, whenever that was."""
+    """Time of the build, whenever that was."""
 
 
 def content_digest(files: Iterable[BuiltFile]) -> str:
-    """Give the digest of a set of files: paths, modes and bytes."""
+    """Digest of a set of files: paths, modes and bytes."""
     return digest([f.to_data() for f in sorted(files, key=lambda f: f.path)])
 
 
 def list_files(folder: Path) -> tuple[BuiltFile, ...]:
-    """Hash every file below an artifact's folder, its record left out."""
+    """Hash every file below an artifact's folder, except its record."""
     return tuple(
         BuiltFile(
             path=path.relative_to(folder).as_posix(),
@@ -112,11 +112,11 @@ def _mode(found: os.stat_result) -> str:
 
 
 class Damaged(Exception):
-    """An artifact that is not what its record says; the text says why."""
+    """An artifact that differs from its record; the text says how."""
 
 
 def read_record(folder: Path) -> BuildRecord:
-    """Read an artifact's record; Damaged where it cannot be one of this folder."""
+    """Read an artifact's record. Raises Damaged if it is not the record of this folder."""
     try:
         record = BuildRecord.model_validate_json((folder / RECORD).read_bytes())
     except FileNotFoundError:
@@ -132,47 +132,33 @@ def read_record(folder: Path) -> BuildRecord:
 
 
 def verify(folder: Path) -> BuildRecord:
-    """Give an artifact's record if every file agrees with it; Damaged where one does not."""
+    """Check every file of an artifact and give its record. Raises Damaged if a file differs."""
     record = read_record(folder)
-    memory = _memory_file(folder)
-    seen = _recall(memory)
+    cache = folder.parent / ".seen" / f"{folder.name}.json"
+    seen: dict[str, list[int | str]] = {}
+    with suppress(OSError, ValueError, TypeError):
+        seen = dict(json.loads(cache.read_text()))
     now: dict[str, list[int | str]] = {}
     wanted = {file.path: file for file in record.files}
     for path in _walk(folder):
         name = path.relative_to(folder).as_posix()
         found = path.lstat()
         if (file := wanted.pop(name, None)) is None:
-            raise Damaged(f"{name} does not belong to it")
+            raise Damaged(f"{name} is not in the record")
         if not stat.S_ISREG(found.st_mode) or _mode(found) != file.mode:
             raise Damaged(f"{name} has another mode")
         if found.st_size != file.size:
-            raise Damaged(f"{name} has {found.st_size} bytes in place of {file.size}")
+            raise Damaged(f"{name} has {found.st_size} bytes instead of {file.size}")
         mark: list[int | str] = [
             found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, file.sha256
         ]  # fmt: skip
         if seen.get(name) != mark and sha256_file(path) != file.sha256:
-            raise Damaged(f"{name} has other bytes than were built")
+            raise Damaged(f"{name} has changed since the build")
         now[name] = mark
     if wanted:
         raise Damaged(f"{min(wanted)} is missing")
     if now != seen:
-        _remember(memory, now)
+        with suppress(OSError):  # if that cannot be written, the next call hashes again
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write(cache, to_json(now).encode(), sync=False)
     return record
-
-
-def _memory_file(folder: Path) -> Path:
-    return folder.parent / ".seen" / f"{folder.name}.json"
-
-
-def _recall(memory: Path) -> dict[str, list[int | str]]:
-    try:
-        return dict(json.loads(memory.read_text()))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _remember(memory: Path, marks: dict[str, list[int | str]]) -> None:
-    """Keep what was seen; where that cannot be written, the next look hashes again."""
-    with suppress(OSError):
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write(memory, to_json(marks).encode(), sync=False)

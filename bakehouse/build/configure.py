@@ -1,4 +1,4 @@
-"""Ask CMake what it made of a configure: its file API (CMake 3.20 and newer)."""
+"""What CMake configured, from its file API (CMake 3.20 and newer)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,23 @@ _KINDS = (("codemodel", 2), ("cache", 2), ("toolchains", 1))
 
 
 def ask(folder: Path) -> None:
-    """Leave the questions in a build folder, before configure runs."""
+    """Write the query into a build folder, before configure runs."""
     query = folder / _QUERY
     query.parent.mkdir(parents=True, exist_ok=True)
     query.write_text(questions())
 
 
 def questions() -> str:
-    """The questions, as CMake reads them."""
+    """The query as JSON."""
     requests = [{"kind": kind, "version": version} for kind, version in _KINDS]
     return json.dumps({"requests": requests})
 
 
 def read(folder: Path, log: Path, source: Path | None = None) -> Configured:
-    """Collect the answers; OSError or ValueError where CMake left none, or not whole.
+    """Read CMake's replies. Raises OSError or ValueError if there are none, or not all.
 
-    `source` is where the source lies, if not where CMake saw it.
-    CMake's cache is kept beside the log, so that what a check names is there after the build.
+    `source` is the source folder, if CMake saw it elsewhere. CMake's cache is copied beside the
+    log, so that the files that checks name exist after the build.
     """
     kept = log.with_name("CMakeCache.txt")
     shutil.copyfile(folder / "CMakeCache.txt", kept)
@@ -49,11 +49,7 @@ def read(folder: Path, log: Path, source: Path | None = None) -> Configured:
         cache_path=str(kept),
         generator=generator,
         compilers={
-            t["language"]: Compiler(
-                path=t["compiler"].get("path", ""),
-                version=t["compiler"].get("version", ""),
-                id=t["compiler"].get("id", ""),
-            )
+            t["language"]: Compiler(**{k: t["compiler"].get(k, "") for k in Compiler.model_fields})
             for t in toolchains
         },
         targets=_targets(folder / _REPLY, replies.get("codemodel", {})),
@@ -62,29 +58,26 @@ def read(folder: Path, log: Path, source: Path | None = None) -> Configured:
 
 
 def _named(cache: Mapping[str, CacheEntry], source: Path | None) -> frozenset[str]:
-    """Which entries that no project declared stand in a CMake file of the source."""
+    """Undeclared entries of the cache that a CMake file of the source mentions."""
     home = cache.get("CMAKE_HOME_DIRECTORY")
     if home is None:
         return frozenset()
     undeclared = {name for name, entry in cache.items() if entry.type == "UNINITIALIZED"}
     found: set[str] = set()
-    for path in _cmake_files(source or Path(home.value)):
-        words = re.findall(r"\w+", path.read_text(encoding="utf-8", errors="replace"))
-        found |= undeclared.intersection(words)
+    for folder, _, names in os.walk(source or home.value):
+        for name in names:
+            path = Path(folder, name)
+            if (name == "CMakeLists.txt" or path.suffix == ".cmake") and path.is_file():
+                words = re.findall(r"\w+", path.read_text(encoding="utf-8", errors="replace"))
+                found |= undeclared.intersection(words)
     return frozenset(found)
 
 
-def _cmake_files(source: Path) -> Iterator[Path]:
-    for folder, _, names in os.walk(source):
-        of_cmake = (n for n in names if n == "CMakeLists.txt" or n.endswith(".cmake"))
-        yield from (path for name in of_cmake if (path := Path(folder, name)).is_file())
-
-
 def _replies(folder: Path) -> tuple[dict[str, Any], str]:
-    """Answers by kind, and the generator's name; the newest index is the one that counts."""
+    """Replies by kind, and the generator's name, from the newest index."""
     indexes = sorted(folder.glob("index-*.json"))
     if not indexes:
-        raise ValueError("it gave none")
+        raise ValueError("no reply")
     index = _json(indexes[-1])
     own = index.get("reply", {}).get("client-bakehouse", {}).get("query.json", {})
     answers = {}

@@ -1,10 +1,8 @@
-"""An artifact for a plan: the one that is there, once its files verify, or a new one."""
+"""The artifact of a build plan: the existing one if its files verify, else a new one."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from bakehouse.atomic import fsync_folder
@@ -26,20 +24,19 @@ RECORD_MODE = 0o644
 
 
 def ensure(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> Artifact:
-    """Give the plan's artifact, building it unless it is there and whole.
+    """Build the plan's artifact unless it exists and is intact.
 
-    Raises BuildFailed (6) where a step fails or is not accepted, HostError (9) where this machine
-    lacks a tool, memory or disk, LockError (4) where the source does not match its pin.
+    Raises BuildFailed (6) if a step fails or is not accepted, HostError (9) if this machine lacks
+    a tool, memory or disk, LockError (4) if the source does not match its pin.
     """
     started = ctx.clock.monotonic()
     folder = Path(plan.artifact)
     run.pin(build=plan.digest)
     with explained(folder.parent):
-        if (found := _look(folder)) and isinstance(found, BuildRecord):
+        if isinstance(found := _look(folder), BuildRecord):
             return _given(ctx, plan, run, found, started, reused=True)
         with digest_lock(ctx, folder.parent, plan.digest):
-            found = _look(folder)
-            if isinstance(found, BuildRecord):
+            if isinstance(found := _look(folder), BuildRecord):
                 return _given(ctx, plan, run, found, started, reused=True)
             if isinstance(found, Damaged):
                 _set_aside(ctx, run, folder, found)
@@ -49,7 +46,7 @@ def ensure(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> Artifact:
 
 
 def _look(folder: Path) -> BuildRecord | Damaged | None:
-    """Say what lies in an artifact's place."""
+    """Verify what is in an artifact's place; None if nothing is."""
     if not os.path.lexists(folder):
         return None
     try:
@@ -69,40 +66,42 @@ def _set_aside(ctx: Context, run: Run, folder: Path, why: Damaged) -> None:
 
 
 def _build(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> BuildRecord:
-    """Take every step, then rename the finished folder into place."""
-    started = ctx.clock.monotonic()
+    """Run every step, then rename the finished folder into place."""
+    started = began = ctx.clock.monotonic()
     times: list[StepTime] = []
 
-    @contextmanager
-    def timed(name: str) -> Iterator[None]:
-        began = ctx.clock.monotonic()
-        yield
-        times.append(StepTime(id=name, seconds=round(ctx.clock.monotonic() - began, 3)))
+    def took(name: str) -> None:
+        nonlocal began
+        now = ctx.clock.monotonic()
+        times.append(StepTime(id=name, seconds=round(now - began, 3)))
+        began = now
 
     work = Path(plan.work)
     for name, tool in (("cmake", "cmake"), ("C compiler", "cc"), ("C++ compiler", "cxx")):
         run.version(name, plan.inputs.tools[tool])
-    with timed("source"), run.step("source"):
+    with run.step("source"):
         write_source(ctx, lock, work / "src")
-    with timed("configure"):
-        configured = steps.configure(ctx, lock, plan, run)
-    with timed("accept"):
-        checks = steps.accept(plan, run, configured)
-    with timed("compile"):
-        steps.compile_targets(ctx, plan, run)
+    took("source")
+    configured = steps.configure(ctx, lock, plan, run)
+    took("configure")
+    checks = steps.accept(plan, run, configured)
+    took("accept")
+    steps.compile_targets(ctx, plan, run)
+    took("compile")
     step = plan.step("install")
-    with timed("install"), run.step(step.id, step.argv) as taken:
+    with run.step(step.id, step.argv) as taken:
         installed = install(ctx, plan, step, configured, taken.log)
+    took("install")
     checks += steps.accept_files(plan, run, installed.checks)
-    with timed("verify"):
-        checks += steps.verify(ctx, plan, run) + steps.devices(ctx, plan, run)
+    checks += steps.verify(ctx, plan, run) + steps.devices(ctx, plan, run)
+    took("verify")
     record = _record(ctx, plan, run, checks, installed.system, times, started)
     _place(work / "stage", Path(plan.artifact), record)
     return record
 
 
 def write_source(ctx: Context, lock: Lock, target: Path) -> None:
-    """Fetch the locked source if it is not here yet, and write its tree."""
+    """Fetch the locked source if it is not in the cache, and write its tree."""
     ensure_tree(ctx, lock)
     materialise(ctx, lock, target)
 
@@ -139,7 +138,7 @@ def _record(
 
 
 def _place(stage: Path, artifact: Path, record: BuildRecord) -> None:
-    """Write the record, make sure that all is on disk, and rename: it is there whole, or not."""
+    """Write the record, flush all files to disk, and rename: the artifact is complete or absent."""
     path = stage / ARTIFACT_RECORD
     path.write_text(to_json(record))
     path.chmod(RECORD_MODE)
@@ -154,7 +153,7 @@ def _place(stage: Path, artifact: Path, record: BuildRecord) -> None:
 def _given(
     ctx: Context, plan: BuildPlan, run: Run, record: BuildRecord, started: float, *, reused: bool
 ) -> Artifact:
-    """Turn a record into the artifact, and note it in the run."""
+    """Make the artifact from its record, and record it in the run."""
     if reused:
         run.checks(record.checks)
     else:

@@ -1,4 +1,4 @@
-"""The first error in what CMake, Ninja, compilers and linkers print; the last one misleads.
+"""The first error in the output of CMake, Ninja, compilers and linkers; the last one misleads.
 
 Wordings of GCC, Clang, GNU as and ld, lld, nvcc, ptxas, Ninja and CMake.
 """
@@ -30,7 +30,7 @@ _PATTERNS = (
     ),
     re.compile(r"(?P<message>(?:ptxas|nvlink|fatbinary|cicc|nvcc)\s*(?:fatal|error)\s*:.+)"),
     re.compile(r"(?P<message>\S*\bld(?:\.\w+)?: (?!.*(?:warning:|: in function )).+)"),
-    # A driver speaks for a program that died: cc: fatal error: Killed signal terminated …
+    # A driver reports a program that died: cc: fatal error: Killed signal terminated …
     re.compile(r"(?P<message>[\w.+/-]+: (?:fatal |internal compiler )?error: .+)"),
     re.compile(r"(?P<message>ninja: (?:error|fatal): .+)"),
     re.compile(r"(?P<message>(?:Error|ERROR): .+)"),
@@ -42,7 +42,7 @@ _STATUS = re.compile(r"\[\d+/\d+")
 
 @dataclass(frozen=True)
 class FirstError:
-    """An error as it was printed. Lines and columns count from 1."""
+    """An error as printed. Lines and columns count from 1."""
 
     message: str
     log_line: int
@@ -67,18 +67,17 @@ def first_cmake_error(lines: Sequence[str], roots: Sequence[str] = ()) -> FirstE
             if inner := _compilers_own(lines, index + 1):
                 summary = re.split(r"\.\s", message, maxsplit=1)[0]
                 return replace(inner, message=f"{clean(summary)}: {inner.message}")
-            return FirstError(
-                clean(message), index + 1, _short(found["file"], roots), int(found["line"])
-            )
+            line_number, file = int(found["line"]), _short(found["file"], roots)
+            return FirstError(clean(message), index + 1, file, line_number)
         if found := _CMAKE.match(line.strip()):
             message = found["message"] or _indented(lines, index + 1) or "CMake gave no reason"
-            file = _short(found["file"], roots) if found["file"] else None
-            return FirstError(clean(message), index + 1, file)
+            named = _short(found["file"], roots) if found["file"] else None
+            return FirstError(clean(message), index + 1, named)
     return None
 
 
 def _compilers_own(lines: Sequence[str], start: int) -> FirstError | None:
-    """Give the complaint of a compiler that CMake tried out, from the output that it quotes."""
+    """Find the error of a compiler that CMake tried, in the output that it quotes."""
     end = next(
         (n for n in range(start, len(lines)) if lines[n].strip() and not lines[n].startswith("  ")),
         len(lines),
@@ -105,7 +104,7 @@ def _indented(lines: Sequence[str], start: int) -> str:
 
 
 def first_build_error(lines: Sequence[str], roots: Sequence[str] = ()) -> FirstError | None:
-    """Find the first error of a build: in the first command that failed, its first complaint."""
+    """Find the first error of a build: the first one of the first command that failed."""
     start = next((n for n, line in enumerate(lines) if line.startswith("FAILED: ")), None)
     if start is None:
         return _first_in(lines, 0, len(lines), roots)
@@ -116,12 +115,12 @@ def first_build_error(lines: Sequence[str], roots: Sequence[str] = ()) -> FirstE
     )  # fmt: skip
     if found := _first_in(lines, start + 1, end, roots):
         return found
-    # The command itself stands on the line after FAILED; what it printed comes after that.
+    # The command itself is on the line after FAILED; its output follows.
     for index in range(start + 2, end):
         if lines[index].strip():
             return FirstError(clean(lines[index].strip()), index + 1)
     what = lines[start].removeprefix("FAILED: ").strip()
-    return FirstError(clean(f"{what} failed without a word"), start + 1)
+    return FirstError(clean(f"{what} failed without a message"), start + 1)
 
 
 def _first_in(
@@ -130,19 +129,13 @@ def _first_in(
     for index in range(start, end):
         line = lines[index].strip()
         if line.startswith("CMake Error") and (found := first_cmake_error(lines[index:end], roots)):
-            return FirstError(
-                found.message, found.log_line + index, found.file, found.line, found.column
-            )
+            return replace(found, log_line=found.log_line + index)
         for pattern in _PATTERNS:
             if match := pattern.match(line):
                 said = match.groupdict()
-                return FirstError(
-                    clean(said["message"]),
-                    index + 1,
-                    _short(said["file"], roots) if said.get("file") else None,
-                    int(said["line"]) if said.get("line") else None,
-                    int(said["column"]) if said.get("column") else None,
-                )
+                at = {n: int(said[n]) if said.get(n) else None for n in ("line", "column")}
+                file = _short(said["file"], roots) if said.get("file") else None
+                return FirstError(clean(said["message"]), index + 1, file, **at)
     return None
 
 

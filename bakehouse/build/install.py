@@ -1,4 +1,4 @@
-"""From a build folder to an artifact's files: the targets and what they load, stripped."""
+"""Collect and strip the files of an artifact: the targets and the libraries that they load."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from bakehouse.build.disk import disk_full, says_full, starved
 from bakehouse.checks import Check, check
 from bakehouse.context import Context
-from bakehouse.elf import Dynamic, read_dynamic
 from bakehouse.engines.configured import Configured
 from bakehouse.errors import BuildFailed
 from bakehouse.plan.types import BuildPlan, Step
 from bakehouse.ports.process import environment
+from bakehouse.toolkit.embedded import ElfFile, NotElf, read_dynamic
 
 PROGRAM_MODE, LIBRARY_MODE, FOLDER_MODE = 0o755, 0o644, 0o755
 STRIP_S = 300.0
@@ -23,18 +23,18 @@ STRIP_S = 300.0
 
 @dataclass(frozen=True)
 class Installed:
-    """What was put together. `system` are the libraries that the machine has to bring."""
+    """What was installed. `system` are the libraries that the machine has to provide."""
 
     checks: tuple[Check, ...]
     system: tuple[str, ...]
 
 
 def choose(folder: Path, configured: Configured, targets: Iterable[str]) -> dict[str, Path]:
-    """Say which built files make up the artifact, by the name that they get in `bin/`.
+    """Select the built files of the artifact, by their name in `bin/`.
 
     The targets' own programs and libraries; every library of the build that they load, under the
     name by which they ask for it; and modules, which are loaded from beside the program at run time
-    (GGML_BACKEND_DL). Raises BuildFailed where a target left nothing.
+    (GGML_BACKEND_DL). Raises BuildFailed if a target has no file.
     """
     libraries: dict[str, Path] = {}
     chosen: dict[str, Path] = {}
@@ -42,7 +42,7 @@ def choose(folder: Path, configured: Configured, targets: Iterable[str]) -> dict
         files = [folder / name for name in target.artifacts]
         if target.type == "SHARED_LIBRARY":
             for file in filter(Path.exists, files):
-                libraries[_soname(file) or file.name] = file
+                libraries[_dynamic(file).soname or file.name] = file
         elif target.type == "MODULE_LIBRARY":
             chosen |= {file.name: file for file in files if file.exists()}
     for name in targets:
@@ -50,9 +50,9 @@ def choose(folder: Path, configured: Configured, targets: Iterable[str]) -> dict
         files = [folder / a for a in target.artifacts]
         if target.type in {"EXECUTABLE", "SHARED_LIBRARY"} and not any(map(Path.exists, files)):
             raise BuildFailed(
-                f"the build ended well and left no {name}",
+                f"the build succeeded but left no {name}",
                 where=str(files[0]) if files else name,
-                hint="look into the compile log",
+                hint="see the compile log",
             )
         if target.type == "EXECUTABLE":
             chosen |= {file.name: file for file in files if file.exists()}
@@ -60,31 +60,26 @@ def choose(folder: Path, configured: Configured, targets: Iterable[str]) -> dict
             chosen |= {n: f for n, f in libraries.items() if f in files}
     todo = list(chosen.values())
     while todo:
-        for needed in (_dynamic(todo.pop()) or Dynamic()).needed:
+        for needed in _dynamic(todo.pop()).needed:
             if needed in libraries and needed not in chosen:
                 chosen[needed] = libraries[needed]
                 todo.append(libraries[needed])
     return dict(sorted(chosen.items()))
 
 
-def _dynamic(file: Path) -> Dynamic | None:
+def _dynamic(file: Path) -> ElfFile:
     try:
-        return read_dynamic(file)
-    except ValueError as error:
+        return read_dynamic(file) or ElfFile()
+    except NotElf as error:
         raise BuildFailed(
             f"the linker left a damaged file: {error}", where=str(file), hint="build again"
         ) from error
 
 
-def _soname(file: Path) -> str | None:
-    found = _dynamic(file)
-    return found.soname if found else None
-
-
 def install(
     ctx: Context, plan: BuildPlan, step: Step, configured: Configured, log: Path
 ) -> Installed:
-    """Strip every chosen file into `stage/bin`, with fixed modes, and judge what came out."""
+    """Strip every chosen file into `stage/bin`, with fixed modes, and check the result."""
     stage = Path(plan.work) / "stage"
     target = stage / "bin"
     target.mkdir(mode=FOLDER_MODE)
@@ -100,7 +95,7 @@ def install(
                 raise disk_full(str(out))
             if not done.ok:
                 raise BuildFailed(
-                    f"strip failed on {name}: {(done.lines or ('without a word',))[0]}",
+                    f"strip failed on {name}: {(done.lines or ('no message',))[0]}",
                     where=str(log),
                     hint="see the log",
                 )
@@ -115,11 +110,11 @@ def install(
 
 
 def toolkit_libraries(folder: Path, plan: BuildPlan) -> dict[str, Path]:
-    """The CUDA libraries that the files in `folder` load, and those that these load in turn.
+    """Find the CUDA libraries that the files in `folder` load, directly or not.
 
-    They become part of the artifact: what was proven does not change under it when the machine's
-    toolkit is upgraded or removed, and `$ORIGIN` is the whole run path. The driver's libcuda.so.1
-    is not one of them: it belongs to the machine.
+    They become part of the artifact, so that it still works when the machine's toolkit is upgraded
+    or removed, and `$ORIGIN` is the whole run path. The driver's libcuda.so.1 is not one of them:
+    it belongs to the machine.
     """
     if plan.expected.cuda is None:
         return {}
@@ -128,7 +123,7 @@ def toolkit_libraries(folder: Path, plan: BuildPlan) -> dict[str, Path]:
     found: dict[str, Path] = {}
     todo = [file for file in folder.iterdir() if file.is_file()]
     while todo:
-        for needed in (_dynamic(todo.pop()) or Dynamic()).needed:
+        for needed in _dynamic(todo.pop()).needed:
             file = library / needed
             if needed in found or (folder / needed).exists() or not file.exists():
                 continue
@@ -145,7 +140,7 @@ def _is_program(configured: Configured, name: str) -> bool:
 
 
 def judge_files(folder: Path, chosen: Iterable[str], artifact: str) -> Installed:
-    """Check that the files find each other wherever the folder lies."""
+    """Check that the files find each other in any folder."""
     system: set[str] = set()
     astray = []
     for name in chosen:
@@ -154,9 +149,8 @@ def judge_files(folder: Path, chosen: Iterable[str], artifact: str) -> Installed
             continue
         own = [n for n in found.needed if (folder / n).exists()]
         system |= set(found.needed) - set(own)
-        paths = [p for p in (found.run_path or "").split(":") if p]
-        if (own and paths != ["$ORIGIN"]) or any(p != "$ORIGIN" for p in paths):
-            astray.append(f"{name}: {found.run_path or 'none'}")
+        if set(found.run_path) - {"$ORIGIN"} or (own and found.run_path != ("$ORIGIN",)):
+            astray.append(f"{name}: {':'.join(found.run_path) or 'none'}")
     checks = (
         check(
             "artifact.run_path",

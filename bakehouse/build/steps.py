@@ -30,7 +30,7 @@ VERSION_S = 60.0
 
 
 def configure(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> Configured:
-    """Run CMake and read its answers; BuildFailed with its first error."""
+    """Run CMake and read its answers. Raises BuildFailed with its first error."""
     work = Path(plan.work)
     step = plan.step("configure")
     git = work / "tools" / "git"
@@ -49,60 +49,64 @@ def configure(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> Configured
     try:
         return file_api.read(work / "build", taken.log)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        # CMake ends with 0 although it could not write its answers.
+        # CMake exits with 0 even if it could not write its answers.
         if starved(work):
             raise disk_full(str(work)) from error
         raise BuildFailed(
             f"CMake's answers about the build cannot be read: {error}",
             where=str(work / "build" / ".cmake"),
-            hint=f"see what CMake said: {taken.log}",
+            hint=f"see the output of CMake: {taken.log}",
         ) from error
 
 
 def accept(plan: BuildPlan, run: Run, configured: Configured) -> tuple[Check, ...]:
-    """Judge a configured build by every rule; BuildFailed unless all pass."""
+    """Check a configured build by every rule. Raises BuildFailed unless all pass."""
     with run.step("accept"):
         checks = tuple(c for rule in RULES for c in rule(configured, plan.expected))
     run.checks(checks)
     refuse_cuda(configured, plan.expected, checks)
-    all_passed("what CMake configured is not what was asked for", decisive(checks))
+    all_passed("CMake did not configure what was asked for", decisive(checks))
     return checks
 
 
-_MEND = {
+_FIXES = {
     "configure.used": "correct the name in the recipe's build.cmake, or leave it out",
-    "configure.asked": "correct the value in the recipe's build.cmake; where it is right, the "
-    "project overrides it: the log of configure says why",
+    "configure.asked": "correct the value in the recipe's build.cmake; if it is right, the "
+    "project overrides it: see the log of configure",
     "configure.targets": "correct the name in the recipe's build.targets",
 }
-"""What to do about a check that a recipe can cause."""
+"""How to fix what a recipe can cause."""
 
 
 def all_passed(what: str, checks: tuple[Check, ...]) -> None:
     """Raise BuildFailed unless there are checks and every one passed."""
     missing = not_passed(checks)
-    if missing or not checks:
-        says = "; ".join(f"{c.id} {c.verdict}: {c.observed}" for c in missing) or "no evidence"
-        raise BuildFailed(
-            f"{what}: {says}",
-            where=missing[0].where if missing else None,
-            hint=_MEND.get(missing[0].id, f"expected: {missing[0].expected}") if missing else None,
-            id="not-accepted",
-            checks=checks,
-        )
+    if checks and not missing:
+        return
+    says = "; ".join(f"{c.id} {c.verdict}: {c.observed}" for c in missing) or "no evidence"
+    where = hint = None
+    if missing:
+        where = missing[0].where
+        hint = _FIXES.get(missing[0].id, f"expected: {missing[0].expected}")
+    raise BuildFailed(f"{what}: {says}", where=where, hint=hint, id="not-accepted", checks=checks)
 
 
-def accept_files(plan: BuildPlan, run: Run, checks: tuple[Check, ...]) -> tuple[Check, ...]:
-    """Judge what was installed, GPU code included; BuildFailed unless all pass."""
-    if cuda := plan.expected.cuda:
-        checks += accept_artifact(Path(plan.work) / "stage", cuda.toolkit, cuda.requested)
+def _recorded(run: Run, what: str, checks: tuple[Check, ...]) -> tuple[Check, ...]:
+    """Record checks, then raise BuildFailed unless all passed."""
     run.checks(checks)
-    all_passed("the built files are not what was asked for", checks)
+    all_passed(what, checks)
     return checks
 
 
+def accept_files(plan: BuildPlan, run: Run, checks: tuple[Check, ...]) -> tuple[Check, ...]:
+    """Check the installed files, GPU code included. Raises BuildFailed unless all pass."""
+    if cuda := plan.expected.cuda:
+        checks += accept_artifact(Path(plan.work) / "stage", cuda.toolkit, cuda.requested)
+    return _recorded(run, "the built files are not what was asked for", checks)
+
+
 def compile_targets(ctx: Context, plan: BuildPlan, run: Run) -> None:
-    """Run Ninja, showing how far it is; BuildFailed with the first error."""
+    """Run Ninja and show its progress. Raises BuildFailed with the first error."""
     work = Path(plan.work)
     step = plan.step("compile")
     (work / "tmp").mkdir(exist_ok=True)
@@ -126,53 +130,45 @@ def compile_targets(ctx: Context, plan: BuildPlan, run: Run) -> None:
 def _failure(
     what: str, done: Finished, first: FirstError | None, log: Path, work: Path
 ) -> BakehouseError:
-    """Say why a step failed: its first error, or the machine's own lack."""
+    """Explain why a step failed: its first error, or a lack of disk or memory."""
     if done.signal:
-        return BuildFailed(
-            f"{what} was ended by {done.signal}",
-            where=str(log),
-            hint="if nobody did that, the kernel may have: look for 'Out of memory' in its log",
-        )
+        hint = "perhaps the kernel did that: look for 'Out of memory' in its log"
+        return BuildFailed(f"{what} was ended by {done.signal}", where=str(log), hint=hint)
     text = first.message if first else f"{what} ended with code {done.code}"
     where = first.place(str(log)) if first else str(log)
-    # Many programs that cannot write die without saying why; a compiler that names a line does not.
+    # Many programs that cannot write die without a reason; a compiler that names a line does not.
     named = what == "compile" and first and first.line
     lines = log.read_text(errors="replace").splitlines()
     if says_full(lines) or (starved(work) and not named):
         return disk_full(str(log))
     if "Killed signal terminated program" in text:
-        return HostError(
-            f"memory ran out while compiling: {text}",
-            where=where,
-            hint="compile fewer files at once: --jobs 1",
-        )
-    return BuildFailed(f"{what} failed: {text}", where=where, hint=f"the whole log: {log}")
+        hint = "compile fewer files at once: --jobs 1"
+        return HostError(f"memory ran out while compiling: {text}", where=where, hint=hint)
+    return BuildFailed(f"{what} failed: {text}", where=where, hint=f"full log: {log}")
 
 
 def verify(ctx: Context, plan: BuildPlan, run: Run) -> tuple[Check, ...]:
-    """Run the installed server for its version; BuildFailed unless it runs and shows the pin."""
+    """Run the installed server for its version. Raises BuildFailed unless it shows the pin."""
     step = plan.step("verify")
     with run.step(step.id, step.argv) as taken:
         env = environment(step.env)
         cwd = Path(step.cwd) if step.cwd else None
         said = ctx.processes.capture(step.argv, env=env, cwd=cwd, timeout=VERSION_S)
         if _lacks_driver(said) and (stub := _driver_stub(plan)):
-            run.fact("driver", "none on this machine: its stub stood in to run --version")
+            run.fact("driver", "none on this machine: --version ran with its stub")
             env["LD_LIBRARY_PATH"] = str(stub)
             said = ctx.processes.capture(step.argv, env=env, cwd=cwd, timeout=VERSION_S)
         taken.log.write_text(said.out + said.err)
         taken.ended(said)
     where = f"llama-server --version, answer in {taken.log}"
     checks = judge_version(said, plan.inputs.stamp, plan.inputs.number, where)
-    run.checks(checks)
-    all_passed("the server that was built does not prove itself", checks)
-    return checks
+    return _recorded(run, "the built server does not run, or is another version", checks)
 
 
 def devices(ctx: Context, plan: BuildPlan, run: Run) -> tuple[Check, ...]:
-    """Have a CUDA server list its devices, on a machine whose GPU it has code for.
+    """Check the devices that a CUDA server lists, on a machine whose GPU it has code for.
 
-    A build for another machine's GPU is not judged by this machine's.
+    A build for another machine's GPU is not checked here. Raises BuildFailed.
     """
     gpus = read_gpus(ctx.processes) if plan.expected.cuda else ()
     file = find_cuda_file(Path(plan.work) / "stage") if gpus else None
@@ -187,9 +183,7 @@ def devices(ctx: Context, plan: BuildPlan, run: Run) -> tuple[Check, ...]:
     said = ctx.processes.capture(argv, env=environment(step.env), timeout=VERSION_S)
     run.fact("devices", {"listed": clean(said.out), "driver": [gpu.to_data() for gpu in gpus]})
     checks = accept_devices(said.out, gpus, embedded)
-    run.checks(checks)
-    all_passed("the server does not see this machine's GPU", checks)
-    return checks
+    return _recorded(run, "the server does not see this machine's GPU", checks)
 
 
 def _lacks_driver(said: Captured) -> bool:
@@ -197,7 +191,7 @@ def _lacks_driver(said: Captured) -> bool:
 
 
 def _driver_stub(plan: BuildPlan) -> Path | None:
-    """A folder with the toolkit's stub under the driver's name, outside of the artifact."""
+    """Make a folder with the toolkit's stub under the driver's name, outside of the artifact."""
     stub = plan.expected.cuda.toolkit.libraries.get("cuda") if plan.expected.cuda else None
     if stub is None:
         return None
@@ -208,11 +202,11 @@ def _driver_stub(plan: BuildPlan) -> Path | None:
 
 
 def judge_version(said: Captured, stamp: str, number: int, where: str) -> tuple[Check, ...]:
-    """Judge what `llama-server --version` said: that it runs, and that it is the pinned source."""
+    """Check the output of `llama-server --version`: it runs, and it is the pinned source."""
     ended = Finished(said.argv, said.code, 0.0, ())
     how = f"exit code {said.code}" if ended.signal is None else f"ended by {ended.signal}"
     if ended.signal == "SIGILL":
-        how += " (it holds instructions that this CPU does not have)"
+        how += " (it contains instructions that this CPU does not have)"
     if not said.ok and (first := (said.err.strip() or said.out.strip()).partition("\n")[0]):
         how += f": {clean(first)}"
     lines = [ln for ln in (said.err + said.out).splitlines() if ln.startswith("version: ")]
@@ -230,5 +224,5 @@ def judge_version(said: Captured, stamp: str, number: int, where: str) -> tuple[
 
 
 def clear(folder: Path) -> None:
-    """Remove a folder, if it is there."""
+    """Remove a folder if it exists."""
     shutil.rmtree(folder, ignore_errors=True)

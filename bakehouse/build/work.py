@@ -1,8 +1,8 @@
-"""Where builds happen: locks, and a folder that is empty at first and gone at the end.
+"""Work folders of builds, and their locks.
 
 Every build of a home works in `builds/.work/0`; a second one at the same time in `1`, and so on.
-A lock (held by the process, so that it ends with it) says whether a folder is in use: what lies in
-a folder whose lock is free was left by a build that was killed, and goes.
+A lock, which ends with its process, marks a folder as in use: a folder whose lock is free was left
+by a killed build, and is removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bakehouse.plan.types import BuildPlan
 from bakehouse.util.files import file_lock
 
 PLACES = 64
-"""Builds at the same time, at most."""
+"""Maximum number of builds at the same time."""
 
 
 @contextmanager
@@ -33,7 +33,10 @@ def digest_lock(ctx: Context, builds: Path, digest: str) -> Iterator[None]:
 
 @contextmanager
 def work_folder(ctx: Context, plan: BuildPlan) -> Iterator[Path]:
-    """Take the first free work folder, made empty; leave nothing of it afterwards."""
+    """Take the first free work folder, make it empty, and remove it afterwards.
+
+    Raises HostError if PLACES builds run already.
+    """
     root = Path(plan.work).parent
     with ExitStack() as stack:
         folder = _take(stack, root)
@@ -83,7 +86,7 @@ def _clear_left(ctx: Context, root: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a left folder, first moving it away from where its last children may still write."""
+    """Remove a leftover folder; moved away first, as its last children may still write to it."""
     if folder.exists():
         aside = folder.with_name(f"{folder.name}-left-{os.getpid()}")
         folder.rename(aside)

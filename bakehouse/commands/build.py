@@ -1,4 +1,4 @@
-"""The task `build`: the engine from its pinned source, or its image, pinned and proven able."""
+"""The task `build`: build the engine from its pinned source, or pull or build its image."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Options:
 
 
 def run(ctx: Context, options: Options) -> Outcome:
-    """Build, or reuse; with `dry_run` print the steps and run none."""
+    """Build or reuse; with `dry_run` only print the steps."""
     jobs = parse_jobs(options.jobs)
     asked = for_run.asked(options)
     path = find(options.recipe, ctx.recipes)
@@ -58,7 +58,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         _judge(ctx, loaded, lock, plan, record)
         if isinstance(plan, ImagePlan):
             image = ensure_image(ctx, loaded, lock, plan, record)
-            record.finish("there and able already" if image.reused else "there and proven able")
+            record.finish("image up to date" if image.reused else "image ready")
             return _image_outcome(image, record.record)
         artifact = ensure(ctx, lock, plan, record)
         record.finish("reused" if artifact.reused else f"built in {artifact.seconds:.0f} s")
@@ -68,7 +68,7 @@ def run(ctx: Context, options: Options) -> Outcome:
 def _judge(
     ctx: Context, loaded: Loaded, lock: Lock, plan: BuildPlan | ImagePlan, record: Run
 ) -> None:
-    """Refuse what is known to be bad; say and record what is warned of or acknowledged."""
+    """Refuse known-bad combinations; report and record warnings and acknowledged ones."""
     cuda = None if isinstance(plan, ImagePlan) else plan.expected.cuda
     found = combinations.known_bad(
         loaded,

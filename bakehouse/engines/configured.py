@@ -1,7 +1,7 @@
-"""What a configured CMake build says about itself, and what was expected of it.
+"""What CMake configured, and what was expected.
 
-An accept rule is a function from these to checks. Rules look only at what they are given, so that
-they are tested on recorded answers; `build.configure` collects the answers of a real build folder.
+An accept rule is a pure function from these to checks, so that it is tested on recorded output;
+`build.configure` reads the output of a real build folder.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ class Compiler(Frozen):
 
 
 class CudaExpected(Frozen):
-    """The toolkit of a CUDA build and what is asked of it."""
+    """The toolkit of a CUDA build and what is requested of it."""
 
     toolkit: Toolkit
     requested: Requested
     links: dict[str, str] | None = None
-    """For a toolkit inside a container: where each path that CMake chose really leads."""
+    """For a toolkit inside a container: each path that CMake chose, with all links resolved."""
 
     def resolve(self, path: str) -> str:
-        """Follow a path's links, there where the toolkit is."""
+        """Resolve a path's links, on the machine of the toolkit."""
         return os.path.realpath(path) if self.links is None else self.links.get(path, path)
 
 
 class Expected(Frozen):
-    """What the plan asked for, in the terms in which CMake answers."""
+    """What the plan expects, in CMake's terms."""
 
     generator: str
     build_type: str
     compilers: dict[str, Compiler]
     """By CMake's name of the language: C, CXX, CUDA."""
     forced: dict[str, str]
-    """Definitions that the engine needs exactly so."""
+    """Definitions that the engine needs exactly like this."""
     asked: dict[str, str]
     """The recipe's own definitions, as they were passed."""
     targets: tuple[str, ...]
@@ -54,7 +54,7 @@ class Expected(Frozen):
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A variable in CMake's cache. A type of UNINITIALIZED means that no project declared it."""
+    """A variable in CMake's cache. Type UNINITIALIZED: no project declared it."""
 
     value: str
     type: str
@@ -82,12 +82,12 @@ class Configured:
     compilers: Mapping[str, Compiler]
     targets: Mapping[str, Target] = field(default_factory=dict)
     named: frozenset[str] = frozenset()
-    """Undeclared entries of the cache that stand in a CMake file of the source."""
+    """Undeclared entries of the cache that a CMake file of the source mentions."""
 
     def line(self, number: int) -> str:
-        """Name a line of the log (counting from 1) as editors do."""
+        """Format a line of the log (counting from 1) as editors do."""
         return f"{self.log_path}:{number}"
 
 
 AcceptRule = Callable[[Configured, Expected], Iterable[Check]]
-"""Judges a configured build before anything is compiled."""
+"""Checks a configured build before anything is compiled."""

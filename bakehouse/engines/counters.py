@@ -1,7 +1,7 @@
-"""The counters of an engine at `/metrics`: what it works on, and whether it moves. Pure.
+"""Counters of an engine at `/metrics`: its work and its progress. Pure.
 
 Names as llama.cpp build 11434 (`tools/server/server-task.cpp`) and vLLM 0.32 give them, in the text
-format of Prometheus. What an engine does not publish is None.
+format of Prometheus. A counter that an engine does not publish is None.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t]*")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 MOST_POSITIONS = 1024
-"""No drafter drafts more tokens at once; a label beyond it is nonsense."""
+"""Maximum position of a draft; a higher label is invalid."""
 
 
 @dataclass(frozen=True)
@@ -27,31 +27,31 @@ class Sample:
 
 @dataclass(frozen=True)
 class Counters:
-    """What an engine has done since it started, in tokens unless said otherwise."""
+    """What an engine has done since its start, in tokens unless stated otherwise."""
 
     generated: float | None = None
     prompted: float | None = None
     decodes: float | None = None
     """Passes through the model."""
     running: float | None = None
-    """Requests that are worked on now."""
+    """Requests in progress."""
     waiting: float | None = None
-    """Requests that wait for their turn now."""
+    """Requests in the queue."""
     drafts: float | None = None
     """Verified drafts."""
     draft_tokens: float | None = None
     accepted: float | None = None
-    """Draft tokens that the model itself would have said."""
+    """Accepted draft tokens."""
     per_position: tuple[float, ...] = ()
     """Accepted tokens at each position of a draft, the first position first."""
 
     @property
     def busy(self) -> bool:
-        """Whether there is work to do, as far as is known."""
+        """Whether there is work to do, as far as the counters show."""
         return bool((self.running or 0) + (self.waiting or 0))
 
     def moved(self, before: Counters) -> bool | None:
-        """Whether anything was worked on since; None where no counter of progress is published.
+        """Whether there was progress since; None if no counter of progress is published.
 
         A counter that fell was reset, by another server on the same port.
         """
@@ -63,7 +63,7 @@ class Counters:
         return any(old != new for old, new in known) if known else None
 
     def since(self, before: Counters) -> Counters:
-        """Give what was counted since; what runs and waits is as it is now."""
+        """Subtract an earlier reading; running and waiting requests stay as they are now."""
         changes: dict[str, float | None] = {}
         for field in fields(self):
             if field.name in ("running", "waiting", "per_position"):
@@ -100,7 +100,7 @@ _PER_POSITION = (
 
 
 def samples(text: str) -> tuple[Sample, ...]:
-    """Read a Prometheus text; a line that is none is passed over."""
+    """Parse a Prometheus text; other lines are skipped."""
     found = []
     for line in text.splitlines():
         if line.startswith("#") or not (matched := _SAMPLE.fullmatch(line)):
@@ -114,7 +114,7 @@ def samples(text: str) -> tuple[Sample, ...]:
 
 
 def read_counters(text: str | None) -> Counters | None:
-    """Give an engine's counters, added up over its workers; None where the text holds none."""
+    """Read an engine's counters, summed over its workers; None if the text has none."""
     seen = samples(text or "")
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}

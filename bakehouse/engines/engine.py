@@ -1,7 +1,4 @@
-"""What Bakehouse needs of an engine to plan, launch and prove its server: one seam for all engines.
-
-An implementation is a thin object over its own modules; `engine_of` gives it by the recipe's name.
-"""
+"""The protocol of an engine: what Bakehouse needs to plan, launch and verify its server."""
 
 from __future__ import annotations
 
@@ -17,77 +14,83 @@ from bakehouse.recipe.model import Recipe
 from bakehouse.recipe.variables import Paths
 
 NONCE_ALIAS = "~bakehouse-"
-"""What the nonce of a run follows, in the second name of a server."""
+"""Prefix of the nonce of a run, in the second name of a server."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one question brought: status 0 where there was no answer at all."""
+    """The response to one request; status 0 if there was none."""
 
     status: int
     body: Any
-    """What the JSON says; None where it is none."""
+    """The parsed JSON; None for any other text."""
     text: str
 
     @property
     def says(self) -> str:
-        """For people: one short line."""
+        """One short line for the console."""
         first = " ".join(self.text.split())[:120]
         return f"HTTP {self.status}: {first}".rstrip(": ") if self.status else f"no answer: {first}"
 
 
 class Asked(Frozen):
-    """What every server has to be, whatever its engine; each engine adds to it.
+    """What a server of any engine has to show; each engine adds to it.
 
-    None, or False, means that nothing is asked and nothing is judged. Context in tokens.
+    None or False means that nothing is asked for and nothing is checked. Context in tokens.
     """
 
     name: str
     model_path: str
-    """As the engine sees it."""
+    """As seen by the engine."""
     context: int | None = None
     key: bool = False
     speculation: str | None = None
     version: str | None = None
-    """What the image that serves it says that it is, where it was asked."""
+    """The version that the image reports, if it was queried."""
     known_losses: frozenset[str] = frozenset()
-    """Signatures of lost features that a patch was judged to bring, and is used all the same."""
+    """Signatures of lost features that a patch is known to cause and that are accepted."""
 
 
 class Engine(Protocol):
-    """One engine's own ways."""
+    """One engine. `engine_of` gives it by name."""
 
     name: str
     """As recipes name it."""
     server: str
-    """What people call its server."""
+    """Name of its server in messages."""
     health: str
-    """What `/health` answers when all is well, in words."""
+    """Expected response of `/health`, as text."""
     evidence: tuple[str, ...]
-    """Paths that are asked for evidence once it is healthy."""
+    """Paths that are requested as evidence once it is healthy."""
     guarded: str
-    """A path that must not be answered without the API key, where there is one."""
+    """A path that must refuse requests without the API key, if there is one."""
     inside_port: int
-    """What it listens at inside a container."""
+    """Port inside a container."""
     key_variable: str
-    """The environment variable from which it takes an API key, in a container."""
+    """Environment variable with the API key, in a container."""
     environment: Mapping[str, str]
-    """What its container gets, unless the recipe says otherwise."""
+    """Variables of its container that a recipe may change."""
     forced_environment: Mapping[str, str]
-    """What its container gets whatever the recipe says."""
+    """Variables of its container that a recipe cannot change."""
 
     def served(self, weights: Paths) -> str:
-        """Give the path by which the server will say which model it serves."""
+        """Give the path by which the server reports its model."""
+
+    def arguments(self, command: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
+        """Parse a command: each flag in its normal spelling, with its value, in order.
+
+        `command[0]` is the program. Never raises: a recipe's template is parsed as well.
+        """
 
     def refuse(
         self, command: Sequence[str], recipe: Recipe, origin: Origin, lock: Lock | None = None
     ) -> None:
-        """Raise RecipeError for what a command must not hold, or lacks."""
+        """Raise RecipeError for flags that a command must not contain, or has to."""
 
     def additions(
         self, command: Sequence[str], recipe: Recipe, *, host: str, port: int, key_file: str | None
     ) -> tuple[tuple[str, ...], int]:
-        """Give the arguments that readiness adds, and the index among them of the nonce's."""
+        """Give the arguments that readiness needs, and the index of the nonce's among them."""
 
     def features(
         self, recipe: Recipe, lock: Lock, command: Sequence[str], model_path: str
@@ -95,28 +98,28 @@ class Engine(Protocol):
         """Derive what the server has to show."""
 
     def expectations(self, asked: Asked) -> tuple[str, ...]:
-        """Say the same in words."""
+        """Describe the expectations as text."""
 
     def healthy(self, answer: Answer) -> bool:
-        """Whether an answer of `/health` is this engine's own yes."""
+        """Whether a response of `/health` is this engine's "ok"."""
 
     def model_names(self, body: Any) -> tuple[str, ...]:
-        """Names in an answer of `/v1/models`; empty where it has another shape."""
+        """Names in a response of `/v1/models`; empty if it has another shape."""
 
     def stage(self, line: str) -> str | None:
-        """What a log line says about loading, in words; None for every other line."""
+        """Describe the loading stage that a log line reports; None for every other line."""
 
     def judge(
         self, asked: Asked, answers: Mapping[str, Answer], log: Sequence[str]
     ) -> tuple[Check, ...]:
-        """Judge what was asked for against the answers at `evidence` and the log."""
+        """Compare what was asked for with the responses at `evidence` and the log."""
 
     def asked_for(self, asked: Asked) -> frozenset[str]:
-        """Ids of log signatures that say what the recipe itself asks for."""
+        """Ids of log signatures for what the recipe itself asks for."""
 
 
 def engine_of(name: str) -> Engine:
-    """Give an engine by its name in recipes; KeyError for another one."""
+    """Give an engine by its name in recipes. Raises KeyError for another name."""
     if name == "vllm":
         from bakehouse.engines.vllm.engine import Vllm  # only the engine in question is loaded
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bakehouse.engines.engine import engine_of
 from bakehouse.recipe.model import Recipe
 
 SHARE = 0.92
@@ -46,23 +47,10 @@ def demand_of(recipe: Recipe, argv: Sequence[str] = ()) -> Demand:
     fields fill the rest. Never raises: a value that cannot be read is left to the field.
     """
     words = tuple(argv) or tuple(recipe.serve.command.split())
-    flags = _flags(words)
+    flags = {flag: value or "" for flag, value in engine_of(recipe.engine).arguments(words)}
     if recipe.engine == "vllm":
         return _vllm(recipe, flags)
     return _llama(recipe, flags)
-
-
-def _flags(words: Sequence[str]) -> dict[str, str]:
-    """Each `--flag value` and `--flag=value`; a flag without a value maps to the empty text."""
-    flags: dict[str, str] = {}
-    for i, word in enumerate(words):
-        if not word.startswith("-"):
-            continue
-        name, equals, value = word.partition("=")
-        following = words[i + 1] if i + 1 < len(words) else ""
-        plain = not following.startswith("--") and not re.match(r"-[a-z]", following)
-        flags[name] = value if equals else (following if plain else "")
-    return flags
 
 
 def _text(flags: dict[str, str], *names: str) -> str | None:

@@ -1,9 +1,10 @@
-"""How an artifact will be made: pure, from recipe, lock, tools, host and places."""
+"""Plan a build of llama.cpp from recipe, lock, tools, host and places. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from bakehouse.engines.configured import Compiler, Expected
@@ -18,15 +19,15 @@ from bakehouse.recipe.model import Build, Recipe
 from bakehouse.toolchain import Tools
 
 RULES = 1
-"""Raised when the same inputs would give other bytes."""
+"""Incremented when the same inputs would give other bytes."""
 GENERATOR = "Ninja"
 WORK = ".work/0"
-"""Where in the builds folder an artifact is made: the same path each time, so that a compiler cache
-hits, and so that tools which write absolute paths into their output (nvcc) write the same ones."""
+"""Work folder inside the builds folder: the same path each time, so that a compiler cache hits, and
+tools that write absolute paths into their output (nvcc) write the same ones."""
 BYTES_A_JOB = 3 * 2**29
-"""1.5 GiB: what the largest of llama.cpp's C++ files takes to compile, with room."""
+"""1.5 GiB: more than the largest of llama.cpp's C++ files takes to compile."""
 NINJA_STATUS = "[%f/%t %e] "
-"""Steps finished, steps in all, seconds so far; `build.compile` reads it."""
+"""Steps finished, steps in total, seconds so far; `build.ninja` parses it."""
 
 Where = Callable[[tuple[str, ...]], tuple[str, int, int]]
 """Gives file, line and column of a key of the recipe, such as ("build", "cmake", "GGML_X")."""
@@ -45,73 +46,29 @@ def plan_build(
 ) -> BuildPlan:
     """Plan a llama.cpp build.
 
-    `jobs` overrides what cores and memory suggest. Raises RecipeError for definitions that cannot
-    stand, HostError where the cache folder's path cannot be written into compiler flags.
+    `jobs` overrides the number from cores and memory. Raises RecipeError for definitions that are
+    refused, HostError if the cache folder's path cannot be part of compiler flags.
     """
     build = recipe.build or Build()
     refuse(recipe, build, extra, where)
-    own = engine.asked(build.cmake)
-    merged = engine.definitions(own, lock, extra, host.arch)
-    work = _work_folder(places)
-    inputs = _inputs(recipe, build, lock, tools, host, merged, extra)
-    seen = Path(extra.place) if extra.place else work
-    passed = _passed(merged, tools, seen, extra)
-    artifact = places.builds / inputs.digest
-    expected = Expected(
-        generator=GENERATOR,
-        build_type=merged["CMAKE_BUILD_TYPE"],
-        compilers={
-            "C": Compiler(path=tools.cc.path, version=tools.cc.version),
-            "CXX": Compiler(path=tools.cxx.path, version=tools.cxx.version),
-            **{n: Compiler(path=p, version=v) for n, (p, v) in extra.compilers.items()},
-        },
-        forced={n: v for n, v in merged.items() if n not in own and not n.endswith("_FLAGS")},
-        asked={name: passed[name] for name in own},
-        targets=build.targets,
-        cuda=extra.cuda,
-    )
-    return BuildPlan(
-        digest=inputs.digest,
-        inputs=inputs,
-        expected=expected,
-        steps=_steps(
-            lock,
-            tools,
-            artifact,
-            passed,
-            (_environment(lock, tools, seen, extra), _environment(lock, tools, work, extra)),
-            _cache_environment(tools, seen, places.compiler_cache),
-            build.targets,
-            jobs_for(build, host, jobs),
-            extra,
-        ),
-        work=str(work),
-        artifact=str(artifact),
-        server=str(artifact / "bin" / engine.SERVER),
-        place=extra.place,
-        not_reproducible=_not_reproducible(extra, seen),
-    )
-
-
-def _work_folder(places: Places) -> Path:
-    """Give the folder that is built in. Raises HostError for a path that flags cannot hold."""
     work = places.builds / WORK
     if bad := re.search(r"[\"$\\`;=#%:*\r\n]", str(work)):
         raise HostError(
-            f"the cache folder's path holds {bad[0]!r}, which compilers and CMake cannot take",
+            f"the cache folder's path contains {bad[0]!r}, which CMake does not support",
             where=str(places.cache),
             hint="set BAKEHOUSE_HOME to a folder with a plainer name",
         )
-    return work
+    seen = Path(extra.place) if extra.place else work
+    return _Planner(recipe, build, lock, tools, host, places, extra, work, seen).plan(jobs)
 
 
 def refuse(recipe: Recipe, build: Build, extra: Extra, where: Where | None) -> None:
-    """Raise RecipeError with every part of `build` that cannot stand."""
+    """Raise RecipeError with every part of `build` that is refused."""
     found: list[tuple[tuple[str, ...], str, str]] = [
         (("build", "cmake", r.name), r.message, r.hint) for r in engine.refusals(build.cmake, extra)
     ]
     if engine.SERVER not in build.targets:
-        message = f"the targets lack {engine.SERVER}, which is what gets served"
+        message = f"{engine.SERVER} is missing from the targets"
         found.append((("build", "targets"), message, f"add {engine.SERVER}"))
     for target in build.targets:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", target):
@@ -123,82 +80,207 @@ def refuse(recipe: Recipe, build: Build, extra: Extra, where: Where | None) -> N
     for keys, message, hint in found:
         file, line, column = where(keys) if where else (f"recipe {recipe.name}", 0, 0)
         faults.append(Fault(file, line, column, f"{'.'.join(keys)}: {message}", hint))
-    raise RecipeError(f"recipe {recipe.name} cannot be built as it is", faults)
+    raise RecipeError(f"recipe {recipe.name} cannot be built", faults)
 
 
-def _inputs(
-    recipe: Recipe,
-    build: Build,
-    lock: Lock,
-    tools: Tools,
-    host: HostFacts,
-    merged: Mapping[str, str],
-    extra: Extra,
-) -> BuildInputs:
-    """All that can change the bytes."""
-    native = engine.for_this_cpu(merged)
-    date = lock.source.date if lock.source else 0
-    return BuildInputs(
-        rules=RULES,
-        engine=recipe.engine,
-        source_tree=lock.source_tree or "",
-        stamp=lock.stamp,
-        number=lock.build_number,
-        date=date,
-        generator=GENERATOR,
-        targets=build.targets,
-        definitions=dict(merged),
-        tools={
-            "cmake": tools.cmake.identity,
-            "cc": tools.cc.identity,
-            "cxx": tools.cxx.identity,
-            "strip": tools.strip.identity,
-            **extra.tools,
-        },
-        cpu=f"{host.cpu_model}: {host.cpu_flags}" if native else None,
-        environment={
-            "LC_ALL": "C.UTF-8",
-            "TZ": "UTC",
-            "SOURCE_DATE_EPOCH": str(date),
-            **extra.environment,
-        },
-    )
+@dataclass(frozen=True)
+class _Planner:
+    """What a plan is made from, and one method for each part of it."""
 
+    recipe: Recipe
+    build: Build
+    lock: Lock
+    tools: Tools
+    host: HostFacts
+    places: Places
+    extra: Extra
+    work: Path
+    seen: Path
+    """The work folder as configure and compile see it."""
 
-def _passed(merged: Mapping[str, str], tools: Tools, work: Path, extra: Extra) -> dict[str, str]:
-    """Definitions as they are passed: with where things lie on this machine."""
-    passed = {
-        **merged,
-        "CMAKE_C_COMPILER": tools.cc.path,
-        "CMAKE_CXX_COMPILER": tools.cxx.path,
-        "CMAKE_MAKE_PROGRAM": tools.ninja.path,
-        "GIT_EXE": str(work / "tools" / "git"),
-        "GIT_EXECUTABLE": str(work / "tools" / "git"),
-        **extra.paths,
-    }
-    if tools.launcher:
-        passed["CMAKE_C_COMPILER_LAUNCHER"] = tools.launcher
-        passed["CMAKE_CXX_COMPILER_LAUNCHER"] = tools.launcher
-    prefix_map = _quoted(f"-ffile-prefix-map={work}=/build")
-    for name in engine.COMPILE_FLAGS:
-        passed[name] = " ".join(filter(None, (merged.get(name, ""), prefix_map)))
-    for name, flags in extra.flags.items():
-        texts = [flag.replace("{work}", str(work)) for flag in flags]
-        texts = [_quoted(flag) for flag in texts if not _nvcc_cannot(flag)]
-        passed[name] = " ".join(filter(None, (passed.get(name, ""), *texts)))
-    return dict(sorted(passed.items()))
+    def plan(self, jobs: int | None) -> BuildPlan:
+        tools, extra = self.tools, self.extra
+        own = engine.asked(self.build.cmake)
+        merged = engine.definitions(own, self.lock, extra, self.host.arch)
+        inputs = self.inputs(merged)
+        passed = self.passed(merged)
+        artifact = self.places.builds / inputs.digest
+        expected = Expected(
+            generator=GENERATOR,
+            build_type=merged["CMAKE_BUILD_TYPE"],
+            compilers={
+                "C": Compiler(path=tools.cc.path, version=tools.cc.version),
+                "CXX": Compiler(path=tools.cxx.path, version=tools.cxx.version),
+                **{n: Compiler(path=p, version=v) for n, (p, v) in extra.compilers.items()},
+            },
+            forced={n: v for n, v in merged.items() if n not in own and not n.endswith("_FLAGS")},
+            asked={name: passed[name] for name in own},
+            targets=self.build.targets,
+            cuda=extra.cuda,
+        )
+        return BuildPlan(
+            digest=inputs.digest,
+            inputs=inputs,
+            expected=expected,
+            steps=self.steps(artifact, passed, jobs_for(self.build, self.host, jobs)),
+            work=str(self.work),
+            artifact=str(artifact),
+            server=str(artifact / "bin" / engine.SERVER),
+            place=extra.place,
+            not_reproducible=self.not_reproducible(),
+        )
+
+    @property
+    def date(self) -> int:
+        return self.lock.source.date if self.lock.source else 0
+
+    def inputs(self, merged: Mapping[str, str]) -> BuildInputs:
+        """Everything that can change the bytes of the artifact."""
+        names = ("cmake", "cc", "cxx", "strip")
+        native = engine.for_this_cpu(merged)
+        return BuildInputs(
+            rules=RULES,
+            engine=self.recipe.engine,
+            source_tree=self.lock.source_tree or "",
+            stamp=self.lock.stamp,
+            number=self.lock.build_number,
+            date=self.date,
+            generator=GENERATOR,
+            targets=self.build.targets,
+            definitions=dict(merged),
+            tools={**{n: getattr(self.tools, n).identity for n in names}, **self.extra.tools},
+            cpu=f"{self.host.cpu_model}: {self.host.cpu_flags}" if native else None,
+            environment={
+                "LC_ALL": "C.UTF-8",
+                "TZ": "UTC",
+                "SOURCE_DATE_EPOCH": str(self.date),
+                **self.extra.environment,
+            },
+        )
+
+    def passed(self, merged: Mapping[str, str]) -> dict[str, str]:
+        """Definitions as they are passed, with the paths of this machine."""
+        git = str(self.seen / "tools" / "git")
+        passed = {
+            **merged,
+            "CMAKE_C_COMPILER": self.tools.cc.path,
+            "CMAKE_CXX_COMPILER": self.tools.cxx.path,
+            "CMAKE_MAKE_PROGRAM": self.tools.ninja.path,
+            "GIT_EXE": git,
+            "GIT_EXECUTABLE": git,
+            **self.extra.paths,
+        }
+        if self.tools.launcher:
+            passed["CMAKE_C_COMPILER_LAUNCHER"] = self.tools.launcher
+            passed["CMAKE_CXX_COMPILER_LAUNCHER"] = self.tools.launcher
+        prefix_map = _quoted(f"-ffile-prefix-map={self.seen}=/build")
+        for name in engine.COMPILE_FLAGS:
+            passed[name] = " ".join(filter(None, (merged.get(name, ""), prefix_map)))
+        for name, flags in self.flags().items():
+            texts = [_quoted(flag) for flag in flags if not _nvcc_cannot(flag)]
+            passed[name] = " ".join(filter(None, (passed.get(name, ""), *texts)))
+        return dict(sorted(passed.items()))
+
+    def flags(self) -> dict[str, list[str]]:
+        """Flags that the toolkit adds to a definition."""
+        return {
+            name: [flag.replace("{work}", str(self.seen)) for flag in flags]
+            for name, flags in self.extra.flags.items()
+        }
+
+    def not_reproducible(self) -> str:
+        flags = [flag for some in self.flags().values() for flag in some]
+        if self.extra.not_reproducible or not any(map(_nvcc_cannot, flags)):
+            return self.extra.not_reproducible
+        return "nvcc splits flags at blanks and commas, so the toolkit's path is not mapped"
+
+    def environment(self, work: Path) -> dict[str, str]:
+        """Variables of the tools beside the allowlist, which also fixes locale and time zone."""
+        env = {
+            "HOME": str(work / "home"),
+            "TMPDIR": str(work / "tmp"),
+            "PATH": self.tools.search_path,
+            "SOURCE_DATE_EPOCH": str(self.date),
+            **self.extra.environment,
+            **self.extra.path_environment,
+        }
+        return dict(sorted(env.items()))
+
+    def compile_environment(self) -> dict[str, str]:
+        """The same with the compiler cache.
+
+        No base_dir: it makes ccache hand relative paths to the compiler, which then appear in
+        `__FILE__`, so that a build with a cache would differ from one without. Every build of a
+        home works at the same path instead, so that the cache hits as it is.
+        """
+        env = self.environment(self.seen)
+        if self.tools.launcher:
+            env["CCACHE_DIR"] = str(self.places.compiler_cache)
+            env["CCACHE_TEMPDIR"] = str(self.seen / "tmp")
+        return {**env, "NINJA_STATUS": NINJA_STATUS}
+
+    def steps(self, artifact: Path, passed: Mapping[str, str], jobs: int) -> tuple[Step, ...]:
+        """Source, configure, accept, compile, install, verify."""
+        lock, tools, targets, work = self.lock, self.tools, self.build.targets, str(self.work)
+        mount = tuple(part.replace("{work}", work) for part in self.extra.mount)
+        source, folder, stage = self.seen / "src", str(self.seen / "build"), self.work / "stage"
+        configure = (tools.cmake.path, "-S", str(source), "-B", folder, "-G", GENERATOR)
+        definitions = (f"-D{name}={value}" for name, value in passed.items())
+        last = self.environment(self.work)
+        return (
+            Step(
+                id="source",
+                title="write the pinned source tree",
+                cwd=work,
+                expects=(f"git tree {lock.source_tree}",),
+            ),
+            Step(
+                id="configure",
+                title="configure with CMake",
+                argv=(*mount, *configure, *definitions),
+                env=self.environment(self.seen),
+                cwd=work,
+                expects=("exit code 0",),
+            ),
+            Step(
+                id="accept",
+                title="judge what CMake says before anything is compiled",
+                expects=(
+                    "planned compilers in their planned versions",
+                    "every definition held and used",
+                    "nothing fetched",
+                ),
+            ),
+            Step(
+                id="compile",
+                title=f"compile {', '.join(targets)}",
+                argv=(*mount, tools.ninja.path, "-C", folder, "-j", str(jobs), *targets),
+                env=self.compile_environment(),
+                cwd=work,
+                expects=("exit code 0",),
+            ),
+            Step(
+                id="install",
+                title="strip the targets and the libraries that they load, fix modes",
+                argv=(tools.strip.path, "--strip-all", "-o", f"{stage}/bin/{{name}}", "{file}"),
+                env=last,
+                cwd=work,
+                expects=("run path $ORIGIN", "every library there or the system's"),
+            ),
+            Step(
+                id="verify",
+                title="run the server for its stamp, then rename into place",
+                argv=(str(stage / "bin" / engine.SERVER), "--version"),
+                env=last,
+                cwd=str(stage),
+                expects=(f"build {lock.build_number}", f"commit {lock.stamp}", str(artifact)),
+            ),
+        )
 
 
 def _nvcc_cannot(flag: str) -> bool:
-    """Whether nvcc would take a flag that it hands on for several."""
+    """Whether nvcc would split a flag that it passes on."""
     return flag.startswith("-Xcompiler=") and bool(re.search(r"[\s,]", flag))
-
-
-def _not_reproducible(extra: Extra, work: Path) -> str:
-    flags = [flag.replace("{work}", str(work)) for some in extra.flags.values() for flag in some]
-    if extra.not_reproducible or not any(map(_nvcc_cannot, flags)):
-        return extra.not_reproducible
-    return "nvcc takes no flag with a blank or a comma, so the toolkit's path is not mapped"
 
 
 def _quoted(flag: str) -> str:
@@ -206,114 +288,7 @@ def _quoted(flag: str) -> str:
 
 
 def jobs_for(build: Build, host: HostFacts, jobs: int | None) -> int:
-    """How many compilers run at once: as asked, else bounded by cores and by free memory."""
+    """Number of compilers at once: as given, else limited by cores and by free memory."""
     if jobs or build.jobs:
         return jobs or build.jobs or 1
     return max(1, min(host.cpus, host.memory_available // BYTES_A_JOB))
-
-
-def _environment(lock: Lock, tools: Tools, work: Path, extra: Extra) -> dict[str, str]:
-    """What the tools get to see beside the allowlist, which also fixes locale and time zone."""
-    env = {
-        "HOME": str(work / "home"),
-        "TMPDIR": str(work / "tmp"),
-        "PATH": tools.search_path,
-        "SOURCE_DATE_EPOCH": str(lock.source.date if lock.source else 0),
-        **extra.environment,
-        **extra.path_environment,
-    }
-    return dict(sorted(env.items()))
-
-
-def _cache_environment(tools: Tools, work: Path, folder: Path) -> dict[str, str]:
-    """Where the compiler cache keeps its files.
-
-    No base_dir: it makes ccache hand relative paths to the compiler, which then stand in
-    `__FILE__`, so that a build with a cache would differ from one without. Every build of a home
-    works at the same path instead, so that the cache hits as it is.
-    """
-    if not tools.launcher:
-        return {}
-    return {"CCACHE_DIR": str(folder), "CCACHE_TEMPDIR": str(work / "tmp")}
-
-
-def _steps(
-    lock: Lock,
-    tools: Tools,
-    artifact: Path,
-    passed: Mapping[str, str],
-    environments: tuple[dict[str, str], dict[str, str]],
-    cache: dict[str, str],
-    targets: tuple[str, ...],
-    jobs: int,
-    extra: Extra,
-) -> tuple[Step, ...]:
-    """Source, configure, accept, compile, install, verify.
-
-    `environments` are those of configure and compile, which may see the work folder elsewhere, and
-    of the last steps.
-    """
-    work = artifact.parent / WORK
-    seen = Path(extra.place) if extra.place else work
-    mount = tuple(part.replace("{work}", str(work)) for part in extra.mount)
-    source, folder, stage = seen / "src", seen / "build", work / "stage"
-    env, last = environments
-    configure = (*mount, tools.cmake.path, "-S", str(source), "-B", str(folder), "-G", GENERATOR)
-    return (
-        Step(
-            id="source",
-            title="write the pinned source tree",
-            cwd=str(work),
-            expects=(f"git tree {lock.source_tree}",),
-        ),
-        Step(
-            id="configure",
-            title="configure with CMake",
-            argv=(*configure, *(f"-D{name}={value}" for name, value in passed.items())),
-            env=env,
-            cwd=str(work),
-            expects=("exit code 0",),
-        ),
-        Step(
-            id="accept",
-            title="judge what CMake says before anything is compiled",
-            expects=(
-                "planned compilers in their planned versions",
-                "every definition held and used",
-                "nothing fetched",
-            ),
-        ),
-        Step(
-            id="compile",
-            title=f"compile {', '.join(targets)}",
-            argv=(*mount, tools.ninja.path, "-C", str(folder), "-j", str(jobs), *targets),
-            env={**env, **cache, "NINJA_STATUS": NINJA_STATUS},
-            cwd=str(work),
-            expects=("exit code 0",),
-        ),
-        *_last_steps(lock, tools, artifact, stage, last),
-    )
-
-
-def _last_steps(
-    lock: Lock, tools: Tools, artifact: Path, stage: Path, env: dict[str, str]
-) -> tuple[Step, ...]:
-    """What makes an artifact of what was compiled."""
-    return (
-        Step(
-            id="install",
-            title="strip the targets and the libraries that they load, fix modes",
-            argv=(tools.strip.path, "--strip-all", "-o", str(stage / "bin" / "{name}"), "{file}"),
-            env=env,
-            cwd=str(stage.parent),
-            expects=("run path $ORIGIN", "every library there or the system's"),
-        ),
-        Step(
-            id="verify",
-            title="run the server for its stamp, then rename into place",
-            argv=(str(stage / "bin" / engine.SERVER), "--version"),
-            env=env,
-            cwd=str(stage),
-            expects=(f"build {lock.build_number}", f"commit {lock.stamp}", str(artifact)),
-        ),
-    )

@@ -1,7 +1,7 @@
-"""The plan: every step that `build` and `serve` would take, pure and printable.
+"""Types of the plan: every step of `build` and `serve`, as plain data.
 
-Nothing here runs or reads anything. The digest covers all that can change what a build makes, and
-nothing that cannot: not jobs, caches, ports, run ids or log paths.
+The digest covers everything that can change the result of a build, and nothing else: not jobs,
+caches, ports, run ids or log paths.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from bakehouse.lock import ImagePin
 from bakehouse.ports.docker import ContainerSpec
 
 ARTIFACT_RECORD = "build.json"
-"""In the artifact's folder, written last: its name tells that an artifact is there."""
+"""File in the artifact's folder, written last."""
 
 
 class Step(Frozen):
-    """One thing that is done. Steps that run no command have an empty `argv`."""
+    """One step. Steps that run no command have an empty `argv`."""
 
     id: str
     title: str
     argv: tuple[str, ...] = ()
     env: dict[str, str] = {}
-    """What the step adds to the allowlisted environment."""
+    """Added to the allowlisted environment."""
     cwd: str | None = None
     expects: tuple[str, ...] = ()
-    """Evidence that has to be there afterwards, in words."""
+    """Evidence of success, as text."""
 
 
 class BuildInputs(Frozen):
-    """All that can change the bytes of an artifact. The build digest is this value's digest."""
+    """Everything that can change the bytes of an artifact; its digest is the build digest."""
 
     rules: int
-    """Version of how Bakehouse builds; raised when the same inputs would give other bytes."""
+    """Version of the build rules; incremented when the same inputs would give other bytes."""
     engine: str
     source_tree: str
     stamp: str
@@ -45,7 +45,7 @@ class BuildInputs(Frozen):
     tools: dict[str, str]
     """Name to identity (version line, target) of every tool that shapes output, libc included."""
     cpu: str | None = None
-    """The host's CPU, where the build is made for it (GGML_NATIVE)."""
+    """The host's CPU, if the build is made for it (GGML_NATIVE)."""
     environment: dict[str, str] = {}
 
     @property
@@ -55,31 +55,31 @@ class BuildInputs(Frozen):
 
 
 class BuildPlan(Frozen):
-    """How an artifact is made."""
+    """How an artifact is built."""
 
     digest: str
     inputs: BuildInputs
     expected: Expected
-    """What acceptance compares the configured build with."""
+    """What the configured build is compared with."""
     steps: tuple[Step, ...]
     work: str
-    """The folder that it is made in. A second build at the same time takes the next one."""
+    """The work folder. A second build at the same time takes the next one."""
     artifact: str
-    """The folder that the artifact is renamed to, last."""
+    """The folder that the finished artifact is renamed to."""
     server: str
-    """Path of the server's binary inside the finished artifact."""
+    """Path of the server's binary in the finished artifact."""
     place: str | None = None
-    """Where configure and compile see the work folder, if not where it is."""
+    """Where configure and compile see the work folder, if at another path."""
     not_reproducible: str = ""
-    """Why two builds of the same inputs may differ; empty where they do not."""
+    """Why two builds of the same inputs may differ; empty if they do not."""
 
     def bare(self, id: str) -> tuple[str, ...]:  # noqa: A002
-        """Give a step's command without what mounts the work folder for it."""
+        """Give a step's command without the arguments that mount the work folder."""
         argv = self.step(id).argv
         return argv[argv.index("--") + 1 :] if self.place and "--" in argv else argv
 
     def roots(self) -> tuple[str, ...]:
-        """Every name of the source and work folders that tools may print, longest first."""
+        """Paths of the source and work folders that tools may print, longest first."""
         folders = [self.work, *([self.place] if self.place else [])]
         return (*(f"{folder}/src" for folder in folders), "../src", *folders)
 

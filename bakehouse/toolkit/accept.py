@@ -1,23 +1,74 @@
-"""Accept a CUDA build from CMake's own words, before a minute of compiling is spent. Pure.
+"""Check a configured CUDA build before a minute is spent on compiling. Pure.
 
-What is asked for has to be shown to be there: a line that is missing fails, it does not pass. That
-CMake ended with 0 proves nothing: it goes on with two toolkits, and without CUDA altogether.
+Evidence is CMake's own log and cache: a line that is missing fails, it does not pass. That CMake
+ended with 0 proves nothing: it goes on with two toolkits, and without CUDA altogether.
+
+Wordings of CMake 3.25, 3.31 and 4.1: newer ones append `with host compiler GNU 13.3.0` to the
+compiler's line and may list several include paths, with `;` between them, on the toolkit's line.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from bakehouse.checks import Check, Verdict, check
 from bakehouse.errors import BuildFailed
-from bakehouse.toolkit.configured import Configured, Line, cmake_version, read_cache, read_configure
 from bakehouse.toolkit.force import ARCHITECTURES, COMPILER, ROOT, unverified_flags
 from bakehouse.toolkit.types import Requested, Toolkit, parse_architecture, satisfies, split_list
 
 UNVERIFIED = "cuda.host-compiler-checked"
 """Its verdict is unknown where nvcc's own check is switched off: such a build is unverified."""
 Resolve = Callable[[str], str]
+
+_LINES = {
+    "compilers": re.compile(
+        r"^-- The CUDA compiler identification is (?P<id>\S+)(?: (?P<version>[\d.]+))?"
+        r"(?: with host compiler (?P<host>\S+) (?P<host_version>[\d.]+))?"
+    ),
+    "toolkits": re.compile(
+        r"^-- Found CUDAToolkit: (?P<paths>.+?) "
+        r"\(found (?:suitable )?version \"(?P<version>[\d.]+)\""
+    ),
+    "hosts": re.compile(r"^-- CUDA host compiler is (?P<host>\S+) (?P<host_version>[\d.]+)"),
+    "using": re.compile(
+        r"^-- Using (?:CMAKE_CUDA_ARCHITECTURES=|CUDA architectures: )(?P<list>\S*)"
+    ),
+    "included": re.compile(r"^-- Including CUDA backend"),
+    "skipped": re.compile(r"Not building (?P<what>.+?) as no compatible archs"),
+    "absent": re.compile(
+        r"CUDA Toolkit not found|\bCUDA not found|Could not find nvcc|Could NOT find CUDAToolkit"
+    ),
+}
+_CACHE = re.compile(r"^(?P<name>[^#/\s][^:=]*):(?P<type>[A-Z]+)=(?P<value>.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a log; `number` counts from 1."""
+
+    number: int
+    text: str
+    values: dict[str, str]
+
+    def at(self, log: str) -> str:
+        """Give file, line number and the line itself."""
+        return f"{log}:{self.number}: {self.text.strip()}"
+
+
+def read_configure(log: str) -> dict[str, tuple[Line, ...]]:
+    """Sort the lines of a configure log about CUDA by what they report, in order."""
+    lines = list(enumerate(log.splitlines(), start=1))
+    return {
+        kind: tuple(
+            Line(number, text, {k: v for k, v in found.groupdict().items() if v})
+            for number, text in lines
+            if (found := pattern.search(text))
+        )
+        for kind, pattern in _LINES.items()
+    }
 
 
 def accept_configure(
@@ -27,22 +78,9 @@ def accept_configure(
     requested: Requested,
     resolve: Resolve = os.path.realpath,
 ) -> tuple[Check, ...]:
-    """Judge a finished configure: `log` is all that CMake printed, `cache_text` its cache."""
-    said, cache = read_configure(log), read_cache(cache_text)
-    return (
-        _backend(said, requested),
-        _agreement(said, requested),
-        _wanted_version(said, toolkit, requested),
-        _compiler_place(cache, toolkit, resolve),
-        _toolkit_place(said, cache, toolkit, requested, resolve),
-        _libraries(cache, toolkit, resolve),
-        _headers(toolkit),
-        _architectures(said, cache, requested),
-        _compilable(cache, toolkit, requested),
-        _skipped(said, requested),
-        _host_compiler(said, toolkit, requested),
-        *_overridden(cache, requested),
-    )
+    """Check a finished configure: `log` is all that CMake printed, `cache_text` its cache."""
+    cache = {found["name"]: found["value"] for found in _CACHE.finditer(cache_text)}
+    return _CudaChecks(read_configure(log), cache, toolkit, requested, resolve).all()
 
 
 def refused(checks: Iterable[Check]) -> tuple[Check, ...]:
@@ -51,18 +89,18 @@ def refused(checks: Iterable[Check]) -> tuple[Check, ...]:
 
 
 def refuse(checks: tuple[Check, ...], log: str, toolkit: Toolkit, requested: Requested) -> None:
-    """Raise BuildFailed (exit 6) with CMake's two lines, both paths and the mend, if any failed."""
+    """Raise BuildFailed (exit 6) with CMake's two lines, both paths and the fix, if any failed."""
     failed = refused(checks)
     if not failed:
         return
     said = read_configure(log)
-    lines = [*said.toolkits, *said.compilers, *said.skipped, *said.absent]
+    lines = [line for kind in ("toolkits", "compilers", "skipped", "absent") for line in said[kind]]
     where = [line.at(requested.log) for line in sorted(lines, key=lambda line: line.number)]
     where += [f"{c.id}: expected {c.expected}, observed {c.observed} ({c.where})" for c in failed]
     raise BuildFailed(
-        f"configure does not prove a right CUDA build: {failed[0].id}: {failed[0].observed}",
+        f"configure does not prove the CUDA build: {failed[0].id}: {failed[0].observed}",
         where="\n".join(where),
-        hint=_MENDS.get(failed[0].id, _MEND).format(
+        hint=_FIXES.get(failed[0].id, _FIX).format(
             root=toolkit.root, version=requested.version, gcc=toolkit.gcc_max or "an older"
         ),
         id="cuda-refused",
@@ -70,152 +108,19 @@ def refuse(checks: tuple[Check, ...], log: str, toolkit: Toolkit, requested: Req
     )
 
 
-_MEND = (
+_FIX = (
     f"start from an empty build folder with {ROOT}={{root}} and {COMPILER}={{root}}/bin/nvcc; "
     "in a recipe, leave both out and name the toolkit in build.cuda"
 )
-_MENDS = {
-    "cuda.backend": "see that a whole toolkit {version} is there (`invoke doctor` lists them), or "
+_FIXES = {
+    "cuda.backend": "install a complete toolkit {version} (`invoke doctor` lists them), or "
     'let Bakehouse provide it: cuda: {{version: "{version}", provide: pypi}}',
     "cuda.architectures": f"name in {ARCHITECTURES} what this source and CMake can build",
-    "cuda.compilable": "take a toolkit that knows these architectures, or other architectures; "
+    "cuda.compilable": "use a toolkit that supports these architectures, or other architectures; "
     "121 needs 12.9 or newer; names with 'f' need CMake 3.31.8 or 4.0.2",
     "cuda.skipped": "name an architecture that these kernels are written for",
     "cuda.host-compiler": "install gcc-{gcc} and g++-{gcc}, and set CC and CXX to them",
 }
-
-
-def _first(lines: tuple[Line, ...], log: str) -> str:
-    return lines[0].at(log) if lines else f"{log}: no such line"
-
-
-def _backend(said: Configured, requested: Requested) -> Check:
-    proof = said.included and said.compilers and not said.absent
-    return check(
-        "cuda.backend",
-        "a line 'Including CUDA backend', a CUDA compiler, and no word that CUDA is missing",
-        (said.absent or said.included)[0].text.strip()
-        if said.absent or said.included
-        else "no such line: a build for the CPU alone",
-        _first(said.absent or said.included, requested.log),
-        ok=bool(proof),
-    )
-
-
-def _agreement(said: Configured, requested: Requested) -> Check:
-    compilers = {line.values.get("version", "none") for line in said.compilers}
-    toolkits = {line.values["version"] for line in said.toolkits}
-    where = " | ".join(line.at(requested.log) for line in (*said.toolkits, *said.compilers))
-    return check(
-        "cuda.pair",
-        "one full version, for the compiler and for the toolkit that was found",
-        f"compiler {_words(compilers)}, toolkit {_words(toolkits)}",
-        where or f"{requested.log}: neither line is there",
-        ok=len(compilers) == 1 and compilers == toolkits,
-    )
-
-
-def _words(items: Iterable[str]) -> str:
-    return ", ".join(sorted(items)) or "none"
-
-
-def _wanted_version(said: Configured, toolkit: Toolkit, requested: Requested) -> Check:
-    versions = {line.values.get("version", "none") for line in (*said.compilers, *said.toolkits)}
-    return check(
-        "cuda.version",
-        f"{requested.version}, as the recipe says; the chosen toolkit is {toolkit.version}",
-        _words(versions),
-        _first(said.compilers, requested.log),
-        ok=bool(versions)
-        and all(satisfies(v, requested.version) and v == toolkit.version for v in versions),
-    )
-
-
-def _inside(path: str, toolkit: Toolkit, resolve: Resolve) -> bool:
-    real = resolve(path)
-    places = (toolkit.root, toolkit.include, toolkit.library)
-    return any(real == place or real.startswith(place.rstrip("/") + "/") for place in places)
-
-
-def _compiler_place(cache: dict[str, str], toolkit: Toolkit, resolve: Resolve) -> Check:
-    compiler = cache.get(COMPILER, "")
-    return check(
-        "cuda.compiler-place",
-        toolkit.nvcc,
-        compiler or "not in the cache",
-        f"CMakeCache.txt: {COMPILER}={compiler}",
-        ok=bool(compiler) and resolve(compiler) == toolkit.nvcc,
-    )
-
-
-def _toolkit_place(
-    said: Configured,
-    cache: dict[str, str],
-    toolkit: Toolkit,
-    requested: Requested,
-    resolve: Resolve,
-) -> Check:
-    found = [p for line in said.toolkits for p in split_list(line.values["paths"])]
-    names = (ROOT, "CUDAToolkit_BIN_DIR", "CUDAToolkit_NVCC_EXECUTABLE")
-    found += [cache[name] for name in names if cache.get(name)]
-    outside = [path for path in found if not _inside(path, toolkit, resolve)]
-    return check(
-        "cuda.toolkit-place",
-        f"everything inside {toolkit.root}",
-        ", ".join(dict.fromkeys(outside or found)) or "no toolkit was found",
-        _first(said.toolkits, requested.log),
-        ok=bool(said.toolkits) and bool(cache.get(ROOT)) and not outside,
-    )
-
-
-def _libraries(cache: dict[str, str], toolkit: Toolkit, resolve: Resolve) -> Check:
-    names = ("CUDA_CUDART", "CUDA_cublas_LIBRARY", "CUDA_cublasLt_LIBRARY")
-    values = {name: cache.get(name, "") for name in names}
-    wrong = {n: v for n, v in values.items() if not v or not _inside(v, toolkit, resolve)}
-    driver = cache.get("CUDA_cuda_driver_LIBRARY", "")
-    if driver.endswith("-NOTFOUND"):
-        wrong["CUDA_cuda_driver_LIBRARY"] = driver
-    shown = wrong or values
-    return check(
-        "cuda.libraries",
-        f"cudart, cublas and cublasLt from {toolkit.library}, and a driver library to link with",
-        ", ".join(f"{name}={value or 'missing'}" for name, value in shown.items()),
-        "CMakeCache.txt",
-        ok=not wrong,
-    )
-
-
-def _headers(toolkit: Toolkit) -> Check:
-    return check(
-        "cuda.headers",
-        f"headers of {toolkit.version}",
-        toolkit.headers,
-        f"{toolkit.include}/cuda.h",
-        ok=toolkit.headers is not None and satisfies(toolkit.version, toolkit.headers),
-    )
-
-
-def _effective(said: Configured, cache: dict[str, str]) -> tuple[tuple[str, ...], str]:
-    if said.using:
-        return split_list(said.using[-1].values.get("list", "")), said.using[-1].text.strip()
-    value = cache.get(ARCHITECTURES, "")
-    return split_list(value), f"CMakeCache.txt: {ARCHITECTURES}={value}"
-
-
-def _architectures(said: Configured, cache: dict[str, str], requested: Requested) -> Check:
-    """Hold what CMake will compile for against what was asked.
-
-    ggml turns 12X into 12Xa by itself; that is a better form of what was asked, not another.
-    """
-    effective, where = _effective(said, cache)
-    wanted = {specific(item) for item in requested.architectures}
-    return check(
-        "cuda.architectures",
-        ";".join(requested.architectures),
-        ";".join(effective) or "none",
-        where,
-        ok=bool(effective) and {specific(item) for item in effective} == wanted,
-    )
 
 
 def specific(item: str) -> str:
@@ -226,67 +131,206 @@ def specific(item: str) -> str:
     return item.replace(str(found.number), f"{found.number}a", 1)
 
 
-def _compilable(cache: dict[str, str], toolkit: Toolkit, requested: Requested) -> Check:
-    version = cmake_version(cache)
-    wrong = []
-    for item in requested.architectures:
-        found = parse_architecture(item)
-        if found is None or found.name not in toolkit.architectures:
-            wrong.append(f"{item}: this nvcc does not know it")
-        elif found.letter == "f" and (version is None or not _takes_family_names(version)):
-            shown = ".".join(map(str, version)) if version else "of unknown version"
-            wrong.append(f"{item}: CMake {shown} does not take names with 'f'")
-    return check(
-        "cuda.compilable",
-        "each of " + ";".join(requested.architectures) + " known to nvcc and CMake",
-        "; ".join(wrong) or "all known",
-        f"{toolkit.nvcc} --help: {' '.join(toolkit.architectures) or 'no list'}",
-        ok=bool(requested.architectures) and not wrong,
-    )
+def _words(items: Iterable[str]) -> str:
+    return ", ".join(sorted(items)) or "none"
 
 
-def _takes_family_names(version: tuple[int, int, int]) -> bool:
-    return (3, 31, 8) <= version < (4, 0, 0) or version >= (4, 0, 2)
+@dataclass(frozen=True)
+class _CudaChecks:
+    """What CMake reported, what was asked for, and one method for each check."""
 
+    lines: dict[str, tuple[Line, ...]]
+    cache: dict[str, str]
+    toolkit: Toolkit
+    requested: Requested
+    resolve: Resolve
 
-def _skipped(said: Configured, requested: Requested) -> Check:
-    return check(
-        "cuda.skipped",
-        "no kernels left out for want of an architecture",
-        ", ".join(line.values["what"] for line in said.skipped) or "none left out",
-        _first(said.skipped, requested.log) if said.skipped else requested.log,
-        ok=not said.skipped,
-    )
+    def all(self) -> tuple[Check, ...]:
+        return (
+            self.backend(), self.pair(), self.version(), self.compiler_place(),
+            self.toolkit_place(), self.libraries(), self.headers(), self.architectures(),
+            self.compilable(), self.skipped(), self.host_compiler(), *self.overridden(),
+        )  # fmt: skip
 
+    def first(self, lines: tuple[Line, ...]) -> str:
+        """Name the first of these lines."""
+        return lines[0].at(self.requested.log) if lines else f"{self.requested.log}: no such line"
 
-def _host_compiler(said: Configured, toolkit: Toolkit, requested: Requested) -> Check:
-    lines = [line for line in (*said.compilers, *said.hosts) if "host" in line.values]
-    bounds = {"GNU": toolkit.gcc_max, "Clang": toolkit.clang_max}
-    named = [(line.values["host"], line.values["host_version"]) for line in lines]
-    known = [(name, v, bounds.get(name)) for name, v in named if bounds.get(name) is not None]
-    ok: bool | None = None
-    if known and len(known) == len(named):
-        ok = all(int(v.split(".")[0]) <= (bound or 0) for _, v, bound in known)
-    return check(
-        "cuda.host-compiler",
-        f"GCC up to {toolkit.gcc_max}, Clang up to {toolkit.clang_max}",
-        _words({f"{name} {v}" for name, v in named}) if named else None,
-        _first(tuple(lines), requested.log),
-        ok=ok,
-    )
+    def inside(self, path: str) -> bool:
+        """Whether a path leads into the chosen toolkit."""
+        real = self.resolve(path)
+        places = (self.toolkit.root, self.toolkit.include, self.toolkit.library)
+        return any(real == place or real.startswith(place.rstrip("/") + "/") for place in places)
 
+    def backend(self) -> Check:
+        decisive = self.lines["absent"] or self.lines["included"]
+        proof = self.lines["included"] and self.lines["compilers"] and not self.lines["absent"]
+        return check(
+            "cuda.backend",
+            "a line 'Including CUDA backend', a CUDA compiler, and no report of missing CUDA",
+            decisive[0].text.strip() if decisive else "no such line: a build for the CPU alone",
+            self.first(decisive),
+            ok=bool(proof),
+        )
 
-def _overridden(cache: dict[str, str], requested: Requested) -> tuple[Check, ...]:
-    flags = {n: v for n, v in cache.items() if n.startswith(("CMAKE_CUDA_FLAGS", "CUDA_"))}
-    named = unverified_flags({**flags, **requested.definitions})
-    if not named:
-        return ()
-    return (
-        check(
-            UNVERIFIED,
-            "nvcc checks the host compiler itself",
-            f"-allow-unsupported-compiler in {_words(named)}: this build is unverified",
-            "the recipe's CMake definitions",
-            ok=None,
-        ),
-    )
+    def pair(self) -> Check:
+        found, compilers = self.lines["toolkits"], self.lines["compilers"]
+        versions = {line.values.get("version", "none") for line in compilers}
+        toolkits = {line.values["version"] for line in found}
+        where = " | ".join(line.at(self.requested.log) for line in (*found, *compilers))
+        return check(
+            "cuda.pair",
+            "one full version, for the compiler and for the toolkit that was found",
+            f"compiler {_words(versions)}, toolkit {_words(toolkits)}",
+            where or f"{self.requested.log}: neither line is there",
+            ok=len(versions) == 1 and versions == toolkits,
+        )
+
+    def version(self) -> Check:
+        lines = (*self.lines["compilers"], *self.lines["toolkits"])
+        versions = {line.values.get("version", "none") for line in lines}
+        wanted, chosen = self.requested.version, self.toolkit.version
+        return check(
+            "cuda.version",
+            f"{wanted}, from the recipe; the chosen toolkit is {chosen}",
+            _words(versions),
+            self.first(self.lines["compilers"]),
+            ok=bool(versions) and all(satisfies(v, wanted) and v == chosen for v in versions),
+        )
+
+    def compiler_place(self) -> Check:
+        compiler = self.cache.get(COMPILER, "")
+        return check(
+            "cuda.compiler-place",
+            self.toolkit.nvcc,
+            compiler or "not in the cache",
+            f"CMakeCache.txt: {COMPILER}={compiler}",
+            ok=bool(compiler) and self.resolve(compiler) == self.toolkit.nvcc,
+        )
+
+    def toolkit_place(self) -> Check:
+        toolkits = self.lines["toolkits"]
+        found = [path for line in toolkits for path in split_list(line.values["paths"])]
+        names = (ROOT, "CUDAToolkit_BIN_DIR", "CUDAToolkit_NVCC_EXECUTABLE")
+        found += [self.cache[name] for name in names if self.cache.get(name)]
+        outside = [path for path in found if not self.inside(path)]
+        return check(
+            "cuda.toolkit-place",
+            f"everything inside {self.toolkit.root}",
+            ", ".join(dict.fromkeys(outside or found)) or "no toolkit was found",
+            self.first(toolkits),
+            ok=bool(toolkits) and bool(self.cache.get(ROOT)) and not outside,
+        )
+
+    def libraries(self) -> Check:
+        names = ("CUDA_CUDART", "CUDA_cublas_LIBRARY", "CUDA_cublasLt_LIBRARY")
+        values = {name: self.cache.get(name, "") for name in names}
+        wrong = {name: path for name, path in values.items() if not path or not self.inside(path)}
+        driver = self.cache.get("CUDA_cuda_driver_LIBRARY", "")
+        if driver.endswith("-NOTFOUND"):
+            wrong["CUDA_cuda_driver_LIBRARY"] = driver
+        return check(
+            "cuda.libraries",
+            f"cudart, cublas, cublasLt from {self.toolkit.library}, and a driver library to link",
+            ", ".join(f"{name}={path or 'missing'}" for name, path in (wrong or values).items()),
+            "CMakeCache.txt",
+            ok=not wrong,
+        )
+
+    def headers(self) -> Check:
+        headers, version = self.toolkit.headers, self.toolkit.version
+        return check(
+            "cuda.headers",
+            f"headers of {version}",
+            headers,
+            f"{self.toolkit.include}/cuda.h",
+            ok=headers is not None and satisfies(version, headers),
+        )
+
+    def architectures(self) -> Check:
+        """Compare what CMake will compile for with what was asked for.
+
+        ggml turns 12X into 12Xa by itself; that is a better form of the same.
+        """
+        value = self.cache.get(ARCHITECTURES, "")
+        effective, where = split_list(value), f"CMakeCache.txt: {ARCHITECTURES}={value}"
+        if using := self.lines["using"]:
+            effective = split_list(using[-1].values.get("list", ""))
+            where = using[-1].text.strip()
+        asked = self.requested.architectures
+        return check(
+            "cuda.architectures",
+            ";".join(asked),
+            ";".join(effective) or "none",
+            where,
+            ok=bool(effective) and set(map(specific, effective)) == set(map(specific, asked)),
+        )
+
+    def compilable(self) -> Check:
+        asked, known = self.requested.architectures, self.toolkit.architectures
+        parts = [
+            self.cache.get(f"CMAKE_CACHE_{n}_VERSION", "") for n in ("MAJOR", "MINOR", "PATCH")
+        ]
+        version = tuple(map(int, parts)) if all(map(str.isdigit, parts)) else ()
+        takes_families = (3, 31, 8) <= version < (4, 0, 0) or version >= (4, 0, 2)
+        wrong = []
+        for item in asked:
+            found = parse_architecture(item)
+            if found is None or found.name not in known:
+                wrong.append(f"{item}: this nvcc does not support it")
+            elif found.letter == "f" and not takes_families:
+                shown = ".".join(parts) if version else "of unknown version"
+                wrong.append(f"{item}: CMake {shown} does not support names with 'f'")
+        return check(
+            "cuda.compilable",
+            f"nvcc and CMake support each of {';'.join(asked)}",
+            "; ".join(wrong) or "all supported",
+            f"{self.toolkit.nvcc} --help: {' '.join(known) or 'no list'}",
+            ok=bool(asked) and not wrong,
+        )
+
+    def skipped(self) -> Check:
+        skipped = self.lines["skipped"]
+        return check(
+            "cuda.skipped",
+            "no kernels skipped because of the architecture",
+            ", ".join(line.values["what"] for line in skipped) or "none skipped",
+            self.first(skipped) if skipped else self.requested.log,
+            ok=not skipped,
+        )
+
+    def host_compiler(self) -> Check:
+        every = (*self.lines["compilers"], *self.lines["hosts"])
+        lines = tuple(line for line in every if "host" in line.values)
+        named = [(line.values["host"], line.values["host_version"]) for line in lines]
+        newest = {"GNU": self.toolkit.gcc_max, "Clang": self.toolkit.clang_max}
+        bounds = [(version, newest.get(name)) for name, version in named]
+        ok: bool | None = None
+        if bounds and all(bound is not None for _, bound in bounds):
+            ok = all(int(version.split(".")[0]) <= (bound or 0) for version, bound in bounds)
+        return check(
+            "cuda.host-compiler",
+            f"GCC up to {self.toolkit.gcc_max}, Clang up to {self.toolkit.clang_max}",
+            _words({f"{name} {version}" for name, version in named}) if named else None,
+            self.first(lines),
+            ok=ok,
+        )
+
+    def overridden(self) -> tuple[Check, ...]:
+        flags = {
+            name: value
+            for name, value in self.cache.items()
+            if name.startswith(("CMAKE_CUDA_FLAGS", "CUDA_"))
+        }
+        named = unverified_flags({**flags, **self.requested.definitions})
+        if not named:
+            return ()
+        return (
+            check(
+                UNVERIFIED,
+                "nvcc checks the host compiler itself",
+                f"-allow-unsupported-compiler in {_words(named)}: this build is unverified",
+                "the recipe's CMake definitions",
+                ok=None,
+            ),
+        )

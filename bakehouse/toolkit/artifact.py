@@ -1,6 +1,6 @@
-"""Accept a finished CUDA build: the library, what it is linked to, what GPU code it holds.
+"""Check a finished CUDA build: the library, its links, its GPU code.
 
-And, on a machine with a GPU, that the built server sees it and has code for it.
+On a machine with a GPU also that the built server sees it and has code for it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from pathlib import Path
 from bakehouse.checks import Check, check
 from bakehouse.host import Gpu
 from bakehouse.toolkit.accept import specific
-from bakehouse.toolkit.embedded import CudaFile, NotElf, read_cuda_file
+from bakehouse.toolkit.embedded import ElfFile, NotElf, read_cuda_file
 from bakehouse.toolkit.types import Requested, Toolkit, numbers, parse_architecture
 
 _DEVICE = re.compile(r"^\s+(?P<id>CUDA\d+): (?P<name>.+?) \(\d+ MiB, \d+ MiB free\)\s*$")
-
 
 Same = Callable[[Path, str], bool]
 """Whether a file here is the toolkit's file of that name."""
@@ -32,16 +31,15 @@ def _same_here(candidate: Path, chosen: str) -> bool:
 def accept_artifact(
     folder: Path, toolkit: Toolkit, requested: Requested, same: Same = _same_here
 ) -> tuple[Check, ...]:
-    """Judge the files of a build; `folder` is the artifact, or the build folder before it."""
+    """Check the files of a build; `folder` is the artifact, or the build folder before it."""
     expected = "a library libggml-cuda.so, or a program with GPU code inside"
     path = find_cuda_file(folder)
-    if path is None:
-        observed = "none: this build runs on the CPU alone"
-        return (check("cuda.library", expected, observed, str(folder), ok=False),)
     try:
+        if path is None:
+            raise NotElf("none: this build runs on the CPU alone")
         file = read_cuda_file(path)
     except NotElf as error:
-        return (check("cuda.library", expected, str(error), str(path), ok=False),)
+        return (check("cuda.library", expected, str(error), str(path or folder), ok=False),)
     wanted = frozenset().union(
         *(a.embeds for i in requested.architectures if (a := parse_architecture(specific(i))))
     )
@@ -60,7 +58,7 @@ def accept_artifact(
 
 
 def find_cuda_file(folder: Path) -> Path | None:
-    """Give the file that holds the GPU code: libggml-cuda.so, else a program that has it."""
+    """Find the file with the GPU code: libggml-cuda.so, else a program that has it."""
     named = sorted(p for p in folder.rglob("libggml-cuda.so*") if p.is_file())
     for path in (*named, *sorted(p for p in folder.rglob("llama-*") if p.is_file())):
         try:
@@ -71,36 +69,25 @@ def find_cuda_file(folder: Path) -> Path | None:
     return None
 
 
-def _linked(path: Path, file: CudaFile, toolkit: Toolkit, same: Same) -> Check:
-    """Find libcudart as the loader would, by the run path, and hold it against the toolkit's."""
-    major = numbers(toolkit.version)[0]
-    expected = f"libcudart.so.{major} out of {toolkit.library}"
+def _linked(path: Path, file: ElfFile, toolkit: Toolkit, same: Same) -> Check:
+    """Find libcudart as the loader would, by the run path, and compare it with the toolkit's."""
+    wanted = f"libcudart.so.{numbers(toolkit.version)[0]}"
+    expected = f"{wanted} from {toolkit.library}"
     needed = next((n for n in file.needed if n.startswith("libcudart.so.")), None)
     if needed is None:
-        return check(
-            "cuda.linked", expected, None, f"{path} needs {' '.join(file.needed)}", ok=None
-        )
-    for entry in file.run_path:
-        candidate = Path(entry.replace("$ORIGIN", str(path.parent))) / needed
-        if candidate.exists():
-            chosen = toolkit.libraries.get("cudart", "")
-            return check(
-                "cuda.linked",
-                expected,
-                str(candidate),
-                f"{path}: needs {needed}, run path {':'.join(file.run_path)}",
-                ok=needed == f"libcudart.so.{major}" and same(candidate, chosen),
-            )
-    return check(
-        "cuda.linked",
-        expected,
-        f"{needed}, which the run path {':'.join(file.run_path) or '(empty)'} does not lead to",
-        str(path),
-        ok=False,
-    )
+        where = f"{path} needs {' '.join(file.needed)}"
+        return check("cuda.linked", expected, None, where, ok=None)
+    where = f"{path}: needs {needed}, run path {':'.join(file.run_path) or '(empty)'}"
+    folders = (Path(entry.replace("$ORIGIN", str(path.parent))) for entry in file.run_path)
+    found = next((folder / needed for folder in folders if (folder / needed).exists()), None)
+    if found is None:
+        return check("cuda.linked", expected, f"{needed} is not on the run path", where, ok=False)
+    chosen = toolkit.libraries.get("cudart", "")
+    ok = needed == wanted and same(found, chosen)
+    return check("cuda.linked", expected, str(found), where, ok=ok)
 
 
-def _no_stub(path: Path, file: CudaFile) -> Check:
+def _no_stub(path: Path, file: ElfFile) -> Check:
     stubs = [entry for entry in file.run_path if "stubs" in Path(entry).parts]
     return check(
         "cuda.no-stub",
@@ -112,7 +99,7 @@ def _no_stub(path: Path, file: CudaFile) -> Check:
 
 
 def covers(embedded: frozenset[str], capability: str) -> str | None:
-    """Give the embedded code that a GPU of this compute capability can run, or None.
+    """Give the best embedded code that a GPU of this compute capability can run, or None.
 
     Machine code runs on its own major version from its own minor one up; with `a` on exactly its
     own; with `f` like the plain form, within its family. PTX runs on anything newer, after the
@@ -137,13 +124,13 @@ def covers(embedded: frozenset[str], capability: str) -> str | None:
 
 
 def parse_devices(text: str) -> tuple[tuple[str, str], ...]:
-    """Read `--list-devices`: id and name of each CUDA device."""
+    """Parse `--list-devices`: id and name of each CUDA device."""
     found = (_DEVICE.match(line) for line in text.splitlines())
     return tuple((f["id"], f["name"]) for f in found if f)
 
 
 def accept_devices(listed: str, gpus: Sequence[Gpu], embedded: frozenset[str]) -> tuple[Check, ...]:
-    """Judge what the built server lists against what the driver reports, on a GPU machine."""
+    """Compare the devices that the built server lists with what the driver reports."""
     devices = parse_devices(listed)
     names = sorted(gpu.name for gpu in gpus)
     checks = [

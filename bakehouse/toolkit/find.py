@@ -1,8 +1,8 @@
 """Find the CUDA toolkits of this machine.
 
-`nvidia-smi` is not asked: the "CUDA Version" that it shows is the newest that the driver can run,
-not a toolkit. A toolkit is what its own nvcc says it is; an `nvcc` that is only a wrapper is asked
-where it really lives (`nvcc --dryrun` prints `TOP` and the target folder that it uses).
+`nvidia-smi` is no help: the "CUDA Version" that it shows is the newest that the driver can run,
+not a toolkit. A toolkit is what its own nvcc reports; `nvcc --dryrun` prints the real folders
+(`TOP` and the target folder), also for a wrapper script.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from bakehouse.context import Context
 from bakehouse.errors import HostError
 from bakehouse.toolkit.types import Broken, Found, Toolkit, numbers, satisfies
-from bakehouse.toolkit.views import Here, View
+from bakehouse.toolkit.views import Here
 
 LIBRARIES = ("cudart", "cublas", "cublasLt")
 SYSTEM_LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
@@ -32,26 +32,27 @@ def find_toolkits(
     """Look in `extra` (a recipe's path), the environment, PATH and `/usr/local/cuda*`."""
     toolkits: dict[str, Toolkit] = {}
     broken: dict[str, Broken] = {}
-    seen: dict[str, str] = {}
+    origins: dict[str, list[str]] = {}
+    inspected: dict[str, Toolkit] = {}
     for origin, nvcc in _candidates(ctx, extra, system):
         key = os.path.realpath(nvcc)
         try:
-            if (root := seen.get(key)) is None:
-                found = inspect(Here(ctx), nvcc)
-                root = seen[key] = found.root
-                toolkits.setdefault(root, found)
+            found = inspected.get(key) or inspect(Here(ctx), nvcc)
         except NotAToolkit as error:
             broken.setdefault(str(nvcc), Broken(path=str(nvcc), origin=origin, why=str(error)))
             continue
-        had = toolkits[root]
-        if origin not in had.origins:
-            toolkits[root] = had.model_copy(update={"origins": (*had.origins, origin)})
-    ordered = sorted(toolkits.values(), key=lambda t: (numbers(t.version), t.root), reverse=True)
+        inspected[key] = toolkits.setdefault(found.root, found)
+        origins.setdefault(found.root, []).append(origin)
+    named = [
+        toolkit.model_copy(update={"origins": tuple(dict.fromkeys(origins[root]))})
+        for root, toolkit in toolkits.items()
+    ]
+    ordered = sorted(named, key=lambda t: (numbers(t.version), t.root), reverse=True)
     return Found(toolkits=tuple(ordered), broken=tuple(broken.values()))
 
 
 def choose(found: Found, wanted: str, path: str | None = None) -> Toolkit:
-    """Give the one toolkit that a recipe means; HostError, with all that was seen, otherwise."""
+    """Choose the toolkit that a recipe asks for. Raises HostError that lists all others."""
     fitting = [t for t in found.toolkits if satisfies(t.version, wanted)]
     if path is not None:
         real = os.path.realpath(path)
@@ -71,14 +72,14 @@ def choose(found: Found, wanted: str, path: str | None = None) -> Toolkit:
     )
 
 
-def inspect(view: View, nvcc: Path) -> Toolkit:
-    """Describe the toolkit behind an nvcc; NotAToolkit with the reason where it does not work."""
+def inspect(view: Here, nvcc: Path) -> Toolkit:
+    """Describe the toolkit of an nvcc. Raises NotAToolkit with the reason if it does not work."""
     if not view.exists(nvcc):
-        raise NotAToolkit("a dangling link" if nvcc.is_symlink() else "there is no nvcc")
+        raise NotAToolkit("a dangling link" if nvcc.is_symlink() else "nvcc not found")
     said = _ask(view, nvcc, "--version")
     version = re.search(r"\bV(\d+\.\d+\.\d+)", said)
     if version is None:
-        raise NotAToolkit("nvcc --version names no version")
+        raise NotAToolkit("nvcc --version prints no version")
     build = re.search(r"^Build (\S+)", said, re.MULTILINE)
     variables = _dryrun(view, nvcc)
     top = variables.get("TOP") or str(Path(view.real(nvcc)).parents[1])
@@ -148,7 +149,7 @@ def _candidates(ctx: Context, extra: Sequence[str], system: Path) -> Iterable[tu
 
 
 def _compiler_in(path: Path) -> Path:
-    """A variable or a recipe may name the root, its `bin`, or the compiler itself."""
+    """Find nvcc: a variable or a recipe may name the root, its `bin`, or the compiler itself."""
     if path.name == "nvcc" and not path.is_dir():
         return path
     if path.name == "bin" and (path / "nvcc").exists():
@@ -156,7 +157,7 @@ def _compiler_in(path: Path) -> Path:
     return path / "bin" / "nvcc"
 
 
-def _ask(view: View, nvcc: Path, *arguments: str) -> str:
+def _ask(view: Here, nvcc: Path, *arguments: str) -> str:
     asked = view.nvcc(nvcc, *arguments)
     if not asked.ok:
         said = (asked.err or asked.out).strip().splitlines()
@@ -164,14 +165,14 @@ def _ask(view: View, nvcc: Path, *arguments: str) -> str:
     return asked.out
 
 
-def _dryrun(view: View, nvcc: Path) -> dict[str, str]:
+def _dryrun(view: Here, nvcc: Path) -> dict[str, str]:
     """Variables that nvcc would work with, from `#$ NAME=value` lines; the last of each wins."""
     asked = view.nvcc(nvcc, "--dryrun", "-c", "nothing.cu")
     pairs = re.findall(r"^#\$ (\w+)=(.*)$", asked.out + "\n" + asked.err, re.MULTILINE)
     return {name: value.strip() for name, value in pairs}
 
 
-def _include(view: View, base: Path, root: Path, includes: str) -> Path:
+def _include(view: Here, base: Path, root: Path, includes: str) -> Path:
     named = re.findall(r'-I"?([^"\s]+)', includes)
     for folder in (base / "include", root / "include", *map(Path, named)):
         if any(view.exists(folder / name) for name in ("cuda_runtime_api.h", "cuda.h")):
@@ -179,22 +180,19 @@ def _include(view: View, base: Path, root: Path, includes: str) -> Path:
     return Path(view.real(base / "include"))
 
 
-def _library(view: View, base: Path, root: Path) -> Path:
+def _library(view: Here, base: Path, root: Path) -> Path:
     for folder in (base / "lib64", base / "lib", root / "lib64", root / "lib"):
         if any(name.startswith("libcu") for name in view.names(folder)):
             return Path(view.real(folder))
     return Path(view.real(root / "lib64"))
 
 
-def _libraries(view: View, library: Path, root: Path) -> dict[str, str]:
-    found = {n: library / f"lib{n}.so" for n in LIBRARIES}
-    present = {n: view.real(p) for n, p in found.items() if view.exists(p)}
+def _libraries(view: Here, library: Path, root: Path) -> dict[str, str]:
     stubs = [folder / "stubs" for folder in (library, root / "lib64", root / "lib")]
-    for folder in (*stubs, *map(Path, SYSTEM_LIBRARIES)):
-        if view.exists(driver := folder / "libcuda.so"):
-            present["cuda"] = view.real(driver)
-            break
-    return present
+    places = {name: [library / f"lib{name}.so"] for name in LIBRARIES}
+    places["cuda"] = [f / "libcuda.so" for f in (*stubs, *map(Path, SYSTEM_LIBRARIES))]
+    present = {name: next(filter(view.exists, paths), None) for name, paths in places.items()}
+    return {name: view.real(path) for name, path in present.items() if path}
 
 
 def _bound(text: str, pattern: str, offset: int) -> int | None:

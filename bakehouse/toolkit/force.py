@@ -1,8 +1,8 @@
 """Force one toolkit: CMake definitions and environment in which nothing else can win.
 
-CMake looks the toolkit and the compiler up apart from each other, and which of the two settles the
-other differs: with CMake 3.25 the toolkit's root alone decides headers and libraries, with 3.31 and
-later the compiler does. So both are always given, both from the same toolkit.
+CMake searches for the toolkit and for the compiler separately, and which of them decides differs:
+with CMake 3.25 the toolkit's root alone decides headers and libraries, with 3.31 and later the
+compiler does. So both are always given, both from the same toolkit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bakehouse.base import Frozen
-from bakehouse.errors import Fault, HostError, RecipeError
+from bakehouse.errors import HostError
 from bakehouse.recipe.model import Build
 from bakehouse.toolkit.types import Toolkit, parse_architecture, split_list
 
@@ -36,7 +36,7 @@ class Conflict:
 
 
 class Forced(Frozen):
-    """What configure and compile are given for one toolkit."""
+    """What configure and compile get for one toolkit."""
 
     definitions: dict[str, str]
     flags: dict[str, tuple[str, ...]]
@@ -45,44 +45,33 @@ class Forced(Frozen):
 
 
 def wants_cuda(build: Build | None) -> bool:
-    """Whether the CUDA backend is asked for, by CMake's rules for true."""
-    return build is not None and _true(build.cmake.get("GGML_CUDA"))
-
-
-def _true(value: object) -> bool:
-    return value is True or str(value).upper() in {"1", "ON", "YES", "TRUE", "Y"}
+    """Whether the recipe asks for the CUDA backend, by CMake's rules for true."""
+    value = str(build.cmake.get("GGML_CUDA")) if build else ""
+    return value.upper() in {"1", "ON", "YES", "TRUE", "Y"}
 
 
 def conflicts(
     build: Build | None, resolve: Callable[[str], str] = os.path.realpath
 ) -> tuple[Conflict, ...]:
-    """Everything in a recipe's `build` that contradicts itself about CUDA; no other reading."""
+    """Find every contradiction about CUDA in a recipe's `build`; `resolve` follows links."""
     if build is None:
         return ()
-    found = [Conflict(("build", "cmake", n), *_NOT_SO[n]) for n in _NOT_SO if n in build.cmake]
-    found += _of_the_builder(build) if build.where == "docker" else _pair(build, resolve)
-    if wants_cuda(build) and build.cuda is None:
-        found.append(
-            Conflict(
-                ("build", "cmake", "GGML_CUDA"),
-                "CUDA is asked for, but no toolkit is named",
-                'add build.cuda, such as cuda: {version: "13.0"}',
-            )
-        )
-    if build.cuda is not None and not wants_cuda(build):
-        found.append(
-            Conflict(
-                ("build", "cuda"),
-                "a CUDA toolkit is named, but the CUDA backend is not asked for",
-                "set build.cmake.GGML_CUDA: true, or leave build.cuda out",
-            )
-        )
-    if wants_cuda(build):
-        found += _architectures(build)
-    return tuple(found)
+    found = [Conflict(("build", "cmake", n), *_REFUSED[n]) for n in _REFUSED if n in build.cmake]
+    found += _of_builder_image(build) if build.where == "docker" else _pair(build, resolve)
+    if not wants_cuda(build):
+        if build.cuda is not None:
+            message = "a CUDA toolkit is named, but the CUDA backend is not enabled"
+            hint = "set build.cmake.GGML_CUDA: true, or leave build.cuda out"
+            found.append(Conflict(("build", "cuda"), message, hint))
+        return tuple(found)
+    if build.cuda is None:
+        message = "the CUDA backend is enabled, but no toolkit is named"
+        hint = 'add build.cuda, such as cuda: {version: "13.0"}'
+        found.append(Conflict(("build", "cmake", "GGML_CUDA"), message, hint))
+    return (*found, *_architectures(build))
 
 
-_NOT_SO = {
+_REFUSED = {
     "CUDA_TOOLKIT_ROOT_DIR": (
         "CUDA_TOOLKIT_ROOT_DIR belongs to a CMake module that is no longer used",
         "name the toolkit in build.cuda.path",
@@ -94,10 +83,10 @@ _NOT_SO = {
 }
 
 
-def _of_the_builder(build: Build) -> list[Conflict]:
-    """A container builds with the toolkit of its builder image; nothing else can be wished for."""
+def _of_builder_image(build: Build) -> list[Conflict]:
+    """A container builds with the toolkit of its builder image; a recipe cannot name another."""
     cuda = build.cuda
-    wishes = {
+    named = {
         ("build", "cuda", "provide"): cuda is not None and cuda.provide != "host",
         ("build", "cuda", "path"): cuda is not None and cuda.path is not None,
         **{("build", "cmake", name): name in build.cmake for name in (ROOT, COMPILER)},
@@ -105,119 +94,84 @@ def _of_the_builder(build: Build) -> list[Conflict]:
     return [
         Conflict(
             keys,
-            f"{keys[-1]} says where a toolkit comes from, but this build's is in its builder image",
+            f"{keys[-1]} names a toolkit, but this build uses the one in its builder image",
             "leave it out, and name a builder image with that toolkit in build.bases",
         )
-        for keys, wished in wishes.items()
-        if wished
+        for keys, given in named.items()
+        if given
     ]
 
 
 def _pair(build: Build, resolve: Callable[[str], str]) -> list[Conflict]:
-    cmake = build.cmake
-    given = [name for name in (ROOT, COMPILER) if name in cmake]
+    """Root and compiler, if the recipe names them: both, inside one toolkit, and no other."""
+    given = [name for name in (ROOT, COMPILER) if name in build.cmake]
     if not given:
         return []
+    name, cuda = given[0], build.cuda
     if len(given) == 1:
-        other = COMPILER if given[0] == ROOT else ROOT
-        return [
-            Conflict(
-                ("build", "cmake", given[0]),
-                f"{given[0]} is set without {other}: CMake would look the other one up by itself",
-                "leave both out and name the toolkit in build.cuda, or set both to one toolkit",
-            )
-        ]
-    root, compiler = str(cmake[ROOT]), str(cmake[COMPILER])
-    inside = resolve(os.path.join(root, "bin", os.path.basename(compiler)))
-    if inside != resolve(compiler):
-        return [
-            Conflict(
-                ("build", "cmake", COMPILER),
-                f"{COMPILER} is {compiler}, but {ROOT} is {root}: two toolkits",
-                "leave both out and name the toolkit in build.cuda.path",
-            )
-        ]
-    cuda = build.cuda
+        other = COMPILER if name == ROOT else ROOT
+        message = f"{name} is set without {other}: CMake would search for the other one by itself"
+        hint = "leave both out and name the toolkit in build.cuda, or set both to one toolkit"
+        return [Conflict(("build", "cmake", name), message, hint)]
+    root, compiler = str(build.cmake[ROOT]), str(build.cmake[COMPILER])
+    inside = os.path.join(root, "bin", os.path.basename(compiler))
+    if resolve(inside) != resolve(compiler):
+        message = f"{COMPILER} is {compiler}, but {ROOT} is {root}: two toolkits"
+        hint = "leave both out and name the toolkit in build.cuda.path"
+        return [Conflict(("build", "cmake", COMPILER), message, hint)]
     if cuda and (cuda.provide != "host" or (cuda.path and resolve(cuda.path) != resolve(root))):
-        return [
-            Conflict(
-                ("build", "cmake", ROOT),
-                f"{ROOT} is {root}, but build.cuda names another toolkit",
-                "leave the two CMake definitions out; build.cuda is enough",
-            )
-        ]
+        message = f"{ROOT} is {root}, but build.cuda names another toolkit"
+        hint = "leave the two CMake definitions out; build.cuda is enough"
+        return [Conflict(("build", "cmake", ROOT), message, hint)]
     return []
 
 
 def _architectures(build: Build) -> list[Conflict]:
-    keys = ("build", "cmake", ARCHITECTURES)
     text = build.cmake.get(ARCHITECTURES)
     if text is None:
-        return [
-            Conflict(
-                keys[:2],
-                f"{ARCHITECTURES} is missing: what is compiled would depend on the machine",
-                "write native for this machine's GPU, or name them, such as 90-real or 121a-real",
-            )
-        ]
+        message = f"{ARCHITECTURES} is missing: the build would depend on the machine"
+        hint = "write native for this machine's GPU, or names such as 90-real or 121a-real"
+        return [Conflict(("build", "cmake"), message, hint)]
     items = split_list(str(text))
     bad = [i for i in items if i != "native" and parse_architecture(i) is None]
-    if not items or bad or ("native" in items and len(items) > 1):
-        shown = ", ".join(bad) or str(text)
-        return [
-            Conflict(
-                keys,
-                f"'{shown}' is no list of architectures that can be checked",
-                "write native alone, or names such as 90-real;121a-real (';' between them)",
-            )
-        ]
-    return []
-
-
-def refuse_conflicts(build: Build | None, file: str) -> None:
-    """Raise RecipeError (exit 2) for what `conflicts` finds; positions are the loader's matter."""
-    found = conflicts(build)
-    if found:
-        raise RecipeError(
-            "the recipe's CUDA settings contradict each other",
-            [Fault(file, 0, 0, f"{'.'.join(c.keys)}: {c.message}", c.hint) for c in found],
-        )
+    if items and not bad and ("native" not in items or len(items) == 1):
+        return []
+    message = f"'{', '.join(bad) or text}' is not a list of architectures that can be checked"
+    hint = "write native alone, or names such as 90-real;121a-real (';' between them)"
+    return [Conflict(("build", "cmake", ARCHITECTURES), message, hint)]
 
 
 def toolkit_path(build: Build) -> str | None:
-    """The folder that a recipe names, in `build.cuda.path` or by the agreeing pair."""
+    """Give the folder that a recipe names, in `build.cuda.path` or by the pair of definitions."""
     if build.cuda and build.cuda.path:
         return build.cuda.path
     return str(build.cmake[ROOT]) if ROOT in build.cmake and COMPILER in build.cmake else None
 
 
 def expand_native(text: str, capabilities: Sequence[str]) -> tuple[str, ...]:
-    """Replace `native` by the compute capabilities of this host's GPUs; HostError without one.
+    """Replace `native` by the compute capabilities of this host's GPUs.
 
-    Configure never sees `native`: CMake settles it late, after a mismatch could be caught, and
-    without a GPU it becomes something else in silence. GPUs from 12.0 on get the `a` form, which
-    ggml's fast kernels for them need.
+    Configure never sees `native`: CMake resolves it late, after a mismatch could be caught, and
+    silently takes something else without a GPU. GPUs from 12.0 on get the `a` form, which ggml's
+    fast kernels for them need. Raises HostError for `native` without a GPU.
     """
     items = split_list(text)
     if items != ("native",):
         return items
     if not capabilities:
         raise HostError(
-            "architecture 'native' means this machine's GPU, and there is none to be seen",
+            "architecture 'native' means this machine's GPU, but no GPU was found",
             where="nvidia-smi",
-            hint="build for a named one: --set build.cmake.CMAKE_CUDA_ARCHITECTURES=90-real "
+            hint="name an architecture: --set build.cmake.CMAKE_CUDA_ARCHITECTURES=90-real "
             "(121a-real for a DGX Spark)",
             id="no-gpu",
         )
-    expanded = []
-    for capability in sorted(set(capabilities), key=lambda c: [int(p) for p in c.split(".")]):
-        number = int(capability.replace(".", ""))
-        expanded.append(f"{number}{'a' if number >= 120 else ''}-real")
-    return tuple(expanded)
+    found = sorted({int(capability.replace(".", "")) for capability in capabilities})
+    return tuple(f"{number}{'a' if number >= 120 else ''}-real" for number in found)
 
 
 def unverified_flags(definitions: Mapping[str, object]) -> tuple[str, ...]:
-    """Definitions that switch nvcc's check of the host compiler off."""
+    """Name the definitions that switch off nvcc's check of the host compiler."""
     return tuple(name for name, value in definitions.items() if OVERRIDE in str(value))
 
 

@@ -1,10 +1,10 @@
-"""Provide a CUDA toolkit from NVIDIA's wheels on the Python package index.
+"""Install a CUDA toolkit from NVIDIA's wheels on the Python package index.
 
-The wheels unpack below `nvidia/cu13/{bin,include,lib,nvvm}`. CMake wants more than they hold:
+The wheels unpack below `nvidia/cu13/{bin,include,lib,nvvm}`. CMake needs more than they hold:
 links such as `libcudart.so`, a `lib64` beside `lib`, and the driver's stub, `lib64/stubs/
 libcuda.so`, which no wheel has. The stub is made here from the function names in `cuda.h`; each of
 its functions returns CUDA_ERROR_STUB_LIBRARY, as NVIDIA's own does. At run time the driver's real
-`libcuda.so.1` is loaded, which is why no run path may name the stub's folder.
+`libcuda.so.1` is loaded, so no run path may name the stub's folder.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 import zipfile
 from importlib import resources
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from bakehouse.base import digest
 from bakehouse.context import Context
@@ -30,6 +31,9 @@ from bakehouse.toolkit.types import Toolkit, satisfies
 from bakehouse.toolkit.views import Here
 from bakehouse.util.files import file_lock, sha256_file
 
+if TYPE_CHECKING:
+    from bakehouse.sources.registry import RegistryFile
+
 ARCHES = ("x86_64", "aarch64")
 LAYOUT = 1
 """Version of how wheels are laid out; part of a provided toolkit's name."""
@@ -39,7 +43,7 @@ _INSIDE = re.compile(r"nvidia/cu\d+/((?:bin|include|lib|nvvm)/.+)")
 
 
 def release_sets() -> dict[str, dict[str, str]]:
-    """Give the releases that can be provided, each with the exact version of every part."""
+    """List the releases that can be installed, each with the exact version of every part."""
     # Deferred: reading YAML costs time that `plan` and `--list` need not spend.
     from ruamel.yaml import YAML
 
@@ -49,63 +53,49 @@ def release_sets() -> dict[str, dict[str, str]]:
 
 
 def release_for(wanted: str) -> tuple[str, dict[str, str]]:
-    """Choose the newest release whose nvcc satisfies `wanted`; RecipeError where there is none."""
+    """Choose the newest release whose nvcc satisfies `wanted`. Raises RecipeError if none does."""
     sets = release_sets()
     fitting = [r for r, parts in sets.items() if satisfies(parts["nvidia-cuda-nvcc"], wanted)]
     if not fitting:
         known = ", ".join(sorted({p["nvidia-cuda-nvcc"] for p in sets.values()}))
         raise RecipeError(
-            f"CUDA {wanted} cannot be provided from the package index",
+            f"CUDA {wanted} is not available from the package index",
             (),
-            hint=f"nvcc versions that can be provided: {known}; "
+            hint=f"available nvcc versions: {known}; "
             "for another, install the toolkit and leave `provide: pypi` out",
         )
     return fitting[-1], sets[fitting[-1]]
 
 
 def pin_toolkit(ctx: Context, wanted: str) -> ToolkitPin:
-    """Look the wheels of both architectures up, so that one lock serves both kinds of machine."""
-    from bakehouse.sources.registry import find_file, index_url
-
+    """Pin the wheels of both architectures, so that one lock serves both kinds of machine."""
     release, parts = release_for(wanted)
-    wheels = []
-    for package, version in parts.items():
-        for arch in ARCHES:
-            requirement = f"{package}=={version}"
-            found = find_file(
-                ctx.http,
-                requirement,
-                want="wheel",
-                tags=_tags(arch),
-                index=index_url(ctx.environment),
-            )
-            if found.size is None:
-                raise LockError(
-                    f"the package index does not give the size of {found.filename}",
-                    where=requirement,
-                    hint="use an index that publishes sizes, such as pypi.org",
-                )
-            wheels.append(
-                WheelPin(
-                    requirement=requirement,
-                    arch=arch,
-                    path=found.filename,
-                    size=found.size,
-                    sha256=found.sha256,
-                )
-            )
-    return ToolkitPin(release=release, version=parts["nvidia-cuda-nvcc"], wheels=tuple(wheels))
+    requirements = [f"{package}=={version}" for package, version in parts.items()]
+    wheels = tuple(_pin(ctx, wanted, arch) for wanted in requirements for arch in ARCHES)
+    return ToolkitPin(release=release, version=parts["nvidia-cuda-nvcc"], wheels=wheels)
+
+
+def _pin(ctx: Context, requirement: str, arch: str) -> WheelPin:
+    found = _find(ctx, requirement, arch)
+    if found.size is None:
+        raise LockError(
+            f"the package index does not give the size of {found.filename}",
+            where=requirement,
+            hint="use an index that publishes sizes, such as pypi.org",
+        )
+    path, size, sha256 = found.filename, found.size, found.sha256
+    return WheelPin(requirement=requirement, arch=arch, path=path, size=size, sha256=sha256)
 
 
 def toolkit_folder(places: Places, pin: ToolkitPin, arch: str | None = None) -> Path:
-    """Where this pin's toolkit lies, or will lie, on a machine of that architecture."""
+    """Name the folder of this pin's toolkit on a machine of that architecture."""
     wheels = wheels_for(pin, arch)
     key = digest({"layout": LAYOUT, "wheels": sorted(w.sha256 for w in wheels)})
     return places.toolkits / f"{pin.version}-{key[:16]}"
 
 
 def wheels_for(pin: ToolkitPin, arch: str | None = None) -> tuple[WheelPin, ...]:
-    """The wheels for one architecture; HostError where the pin has none for it."""
+    """Give the wheels for one architecture. Raises HostError if the pin has none."""
     arch = arch or platform.machine()
     wheels = tuple(w for w in pin.wheels if w.arch == arch)
     if not wheels:
@@ -118,10 +108,10 @@ def wheels_for(pin: ToolkitPin, arch: str | None = None) -> tuple[WheelPin, ...]
 
 
 def provide(ctx: Context, pin: ToolkitPin) -> Toolkit:
-    """Give the pinned toolkit, fetching and laying it out where it is not there yet.
+    """Install the pinned toolkit, if it is not yet, and inspect it.
 
-    Placed by one rename at the end, so that half a toolkit cannot exist; safe to call at once
-    from several processes. Raises HostError, LockError.
+    One rename at the end puts it in place, so that half a toolkit cannot exist; several processes
+    may call this at once. Raises HostError, LockError.
     """
     target = toolkit_folder(ctx.places, pin)
     if not target.is_dir():
@@ -129,44 +119,32 @@ def provide(ctx: Context, pin: ToolkitPin) -> Toolkit:
         with file_lock(lock, f"CUDA toolkit {pin.version}", ctx.progress.say):
             if not target.is_dir():
                 _place(ctx, pin, target)
+    what, hint = f"the installed CUDA toolkit {pin.version}", f"remove {target} and try again"
     try:
         made = inspect(Here(ctx), target / "bin" / "nvcc")
     except NotAToolkit as error:
-        raise HostError(
-            f"the provided CUDA toolkit {pin.version} does not run: {error}",
-            where=str(target),
-            hint=f"remove {target} and try again",
-        ) from error
+        raise HostError(f"{what} does not run: {error}", where=str(target), hint=hint) from error
     faults = [*made.faults]
     if made.version != pin.version:
-        faults.append(f"nvcc says {made.version}, the lock says {pin.version}")
+        faults.append(f"nvcc is {made.version}, the lock has {pin.version}")
     if faults:
-        raise LockError(
-            f"the provided CUDA toolkit {pin.version} is not whole: " + "; ".join(faults),
-            where=str(target),
-            hint=f"remove {target} and try again",
-        )
+        message = f"{what} is not complete: {'; '.join(faults)}"
+        raise LockError(message, where=str(target), hint=hint)
     return made.model_copy(update={"origins": (f"provided: PyPI, release {pin.release}",)})
 
 
 def fetch(ctx: Context, pin: ToolkitPin) -> tuple[Path, ...]:
     """Fetch this machine's wheels, by sha256; without network where they are there already."""
-    from bakehouse.sources.registry import RegistryFile, fetch_file, find_file, index_url
+    from bakehouse.sources.registry import RegistryFile, fetch_file
 
     paths = []
     for wheel in wheels_for(pin):
         here = ctx.places.downloads / wheel.sha256 / wheel.path
         if not (here.is_file() and sha256_file(here) == wheel.sha256):
-            found = find_file(
-                ctx.http,
-                wheel.requirement,
-                want="wheel",
-                tags=_tags(wheel.arch),
-                index=index_url(ctx.environment),
-            )
+            found = _find(ctx, wheel.requirement, wheel.arch)
             if found.sha256 != wheel.sha256:
                 raise LockError(
-                    f"{wheel.requirement} on the index is not the file that is locked",
+                    f"{wheel.requirement} on the index is not the locked file",
                     where=f"locked {wheel.sha256}, found {found.sha256} ({found.filename})",
                     hint="a published wheel never changes: find out why before updating the lock",
                 )
@@ -175,15 +153,19 @@ def fetch(ctx: Context, pin: ToolkitPin) -> tuple[Path, ...]:
     return tuple(paths)
 
 
-def _tags(arch: str) -> tuple[str, ...]:
-    return (f"py3-none-manylinux*_{arch}", "py3-none-any")
+def _find(ctx: Context, requirement: str, arch: str) -> RegistryFile:
+    from bakehouse.sources.registry import find_file, index_url  # `plan` does without
+
+    tags = (f"py3-none-manylinux*_{arch}", "py3-none-any")
+    index = index_url(ctx.environment)
+    return find_file(ctx.http, requirement, want="wheel", tags=tags, index=index)
 
 
 def _place(ctx: Context, pin: ToolkitPin, target: Path) -> None:
     wheels = fetch(ctx, pin)
     folder = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
     try:
-        ctx.progress.say(f"laying out CUDA {pin.version} (release {pin.release})")
+        ctx.progress.say(f"installing CUDA {pin.version} (release {pin.release})")
         for wheel in wheels:
             unpack(wheel, folder)
         finish_layout(ctx, folder)
@@ -194,7 +176,7 @@ def _place(ctx: Context, pin: ToolkitPin, target: Path) -> None:
 
 
 def unpack(wheel: Path, folder: Path) -> None:
-    """Take a wheel's toolkit files, `nvidia/cuNN/` stripped; nothing may leave `folder`."""
+    """Unpack a wheel's toolkit files without `nvidia/cuNN/`. Raises LockError for unsafe paths."""
     with zipfile.ZipFile(wheel) as archive:
         for entry in archive.infolist():
             found = _INSIDE.fullmatch(entry.filename)
@@ -216,10 +198,10 @@ def unpack(wheel: Path, folder: Path) -> None:
 
 
 def finish_layout(ctx: Context, folder: Path) -> None:
-    """Add what CMake and the linker look for and the wheels lack."""
+    """Add the links and the driver's stub that CMake and the linker need. Raises as `provide`."""
     library = folder / "lib"
     if not library.is_dir():
-        raise LockError("the wheels hold no libraries", where=str(folder))
+        raise LockError("the wheels contain no libraries", where=str(folder))
     (folder / "lib64").symlink_to("lib")
     for versioned in sorted(library.glob("lib*.so.*")):
         plain = library / (versioned.name.split(".so.", 1)[0] + ".so")
@@ -245,7 +227,7 @@ def _make_stub(ctx: Context, header: Path, folder: Path) -> None:
     )
     if compiler is None:
         raise HostError(
-            "there is no C compiler to make the CUDA driver's stub library with",
+            "no C compiler found to build the CUDA driver's stub library",
             hint="install one: apt-get install gcc g++",
             id="no-compiler",
         )
@@ -261,9 +243,9 @@ def _make_stub(ctx: Context, header: Path, folder: Path) -> None:
     source.unlink()
     if not made.ok:
         raise HostError(
-            "the CUDA driver's stub library cannot be made: "
+            "building the CUDA driver's stub library failed: "
             + (made.err.strip().splitlines() or ["no message"])[0],
             where=" ".join(argv),
-            hint="see that the C compiler works",
+            hint="check that the C compiler works",
         )
     (folder / "libcuda.so.1").symlink_to("libcuda.so")

@@ -1,9 +1,10 @@
-"""From a recipe's wish to one toolkit and a list of architectures."""
+"""Select the toolkit and the architectures of a build."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from bakehouse.context import Context
 from bakehouse.errors import LockError
@@ -12,7 +13,14 @@ from bakehouse.lock import ToolkitPin
 from bakehouse.places import Places
 from bakehouse.recipe.model import Build, Recipe
 from bakehouse.toolkit.find import choose, find_toolkits
-from bakehouse.toolkit.force import ARCHITECTURES, expand_native, toolkit_path, wants_cuda
+from bakehouse.toolkit.force import (
+    ARCHITECTURES,
+    COMPILER,
+    ROOT,
+    expand_native,
+    toolkit_path,
+    wants_cuda,
+)
 from bakehouse.toolkit.provide import provide, toolkit_folder
 from bakehouse.toolkit.types import Toolkit, satisfies
 
@@ -25,16 +33,16 @@ class Settled:
     identity: str
     """Goes into the build digest."""
     version: str
-    """What the recipe asked for."""
+    """The version in the recipe."""
     architectures: tuple[str, ...]
 
 
 def settle(ctx: Context, recipe: Recipe, pin: ToolkitPin | None, *, make: bool) -> Settled | None:
-    """Choose the toolkit; None for a build without CUDA.
+    """Select the toolkit; None for a build without CUDA.
 
-    With `make`, a toolkit that is to be provided is fetched and laid out; without it, it is only
-    described, and the digest is the same. Raises HostError where this machine lacks the toolkit, or
-    a GPU for `native`; LockError where the pin is missing or of another version.
+    With `make`, a toolkit from PyPI is installed; without it, it is only described, and the digest
+    is the same. Raises HostError if this machine has no such toolkit, or no GPU for `native`;
+    LockError if the pin is missing or of another version.
     """
     build = recipe.build
     if build is None or build.cuda is None or not wants_cuda(build):
@@ -61,16 +69,16 @@ def _architectures(ctx: Context, build: Build) -> tuple[str, ...]:
 
 def _pinned(recipe: str, pin: ToolkitPin | None, wanted: str) -> ToolkitPin:
     if pin is None or not satisfies(pin.version, wanted):
-        have = f"pins {pin.version}" if pin else "pins no toolkit"
         raise LockError(
-            f"recipe {recipe} wants CUDA {wanted} provided, and its lock {have}",
+            f"recipe {recipe} needs CUDA {wanted} from PyPI, but its lock pins "
+            f"{pin.version if pin else 'no toolkit'}",
             hint=f"run: invoke lock --update --recipe {recipe}",
         )
     return pin
 
 
 def described(places: Places, pin: ToolkitPin) -> Toolkit:
-    """What a provided toolkit will be, before it is laid out: its paths and its version."""
+    """Describe a toolkit from PyPI before it is installed: its paths and its version."""
     root = toolkit_folder(places, pin)
     library = root / "lib"
     major = pin.version.split(".", 1)[0]
@@ -88,16 +96,10 @@ def described(places: Places, pin: ToolkitPin) -> Toolkit:
 
 def with_architectures(recipe: Recipe, settled: Settled) -> Recipe:
     """Give the recipe as it is built here: `native` expanded, the pair left to `force`."""
-    if recipe.build is None:
-        return recipe
-    kept = {
-        name: value
-        for name, value in recipe.build.cmake.items()
-        if name not in ("CUDAToolkit_ROOT", "CMAKE_CUDA_COMPILER")
-    }
-    cmake = {**kept, ARCHITECTURES: ";".join(settled.architectures)}
-    build = recipe.build.model_copy(update={"cmake": cmake})
-    return recipe.model_copy(update={"build": build})
+    cmake = dict(recipe.build.cmake) if recipe.build else {}
+    for name in (ROOT, COMPILER):
+        cmake.pop(name, None)
+    return _with_cmake(recipe, {**cmake, ARCHITECTURES: ";".join(settled.architectures)})
 
 
 def for_builder(ctx: Context, recipe: Recipe) -> Recipe:
@@ -107,6 +109,10 @@ def for_builder(ctx: Context, recipe: Recipe) -> Recipe:
     """
     if recipe.build is None or not wants_cuda(recipe.build):
         return recipe
-    cmake = {**recipe.build.cmake, ARCHITECTURES: ";".join(_architectures(ctx, recipe.build))}
-    build = recipe.build.model_copy(update={"cmake": cmake})
+    architectures = ";".join(_architectures(ctx, recipe.build))
+    return _with_cmake(recipe, {**recipe.build.cmake, ARCHITECTURES: architectures})
+
+
+def _with_cmake(recipe: Recipe, cmake: dict[str, Any]) -> Recipe:
+    build = recipe.build and recipe.build.model_copy(update={"cmake": cmake})
     return recipe.model_copy(update={"build": build})

@@ -1,4 +1,4 @@
-"""What is known of a CUDA toolkit, and the small vocabulary of versions and architectures.
+"""Types of a CUDA toolkit, and versions and architectures as text.
 
 An architecture is written here as CMake writes it: `90`, `90-real`, `121a-real`, `120f-virtual`.
 `real` is machine code for one GPU generation, `virtual` is PTX that the driver compiles, and no
@@ -20,7 +20,7 @@ class Toolkit(Frozen):
 
     root: str
     origins: tuple[str, ...] = ()
-    """How it was found: `CUDA_HOME=/opt/cuda`, `/usr/local/cuda`, `PATH`."""
+    """Where it was found: `CUDA_HOME=/opt/cuda`, `/usr/local/cuda`, `PATH`."""
     version: str
     """The compiler's full version, as in 13.0.88."""
     build: str = ""
@@ -35,7 +35,7 @@ class Toolkit(Frozen):
     architectures: tuple[str, ...] = ()
     """All that this nvcc compiles for, without prefix: `90`, `90a`, `120f`."""
     gcc_max: int | None = None
-    """Newest major version of GCC that the headers admit."""
+    """Newest major version of GCC that the headers allow."""
     clang_max: int | None = None
     libraries: dict[str, str] = {}
     """`cudart`, `cublas`, `cublasLt` and the stub `cuda` to the file behind the link."""
@@ -64,7 +64,7 @@ class Toolkit(Frozen):
 
 
 class Broken(Frozen):
-    """A place where a toolkit was expected and none works."""
+    """A place where a toolkit was expected and does not work."""
 
     path: str
     origin: str
@@ -72,14 +72,14 @@ class Broken(Frozen):
 
 
 class Found(Frozen):
-    """All toolkits of a machine, newest first, and what looks like one and is not."""
+    """All toolkits of a machine, newest first, and those that do not work."""
 
     toolkits: tuple[Toolkit, ...] = ()
     broken: tuple[Broken, ...] = ()
 
 
 class Requested(Frozen):
-    """What the recipe asks of the CUDA build."""
+    """What a recipe requests for its CUDA build."""
 
     version: str
     architectures: tuple[str, ...]
@@ -87,7 +87,7 @@ class Requested(Frozen):
     definitions: dict[str, str] = {}
     """All CMake definitions of the build."""
     log: str = "configure.log"
-    """How the configure log is named in messages."""
+    """Name of the configure log in messages."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def build(ctx: Context, *overrides: str, **options: object) -> Outcome:
     return build_task.run(ctx, build_task.Options("small", overrides, **options))  # type: ignore[arg-type]
 
 
-def test_from_a_recipe_to_a_server(ctx: Context) -> None:
+def test_build_from_a_recipe_to_a_server(ctx: Context) -> None:
     done = build(ctx)
     assert (ctx.recipes / "small.lock.json").exists()
     assert done.exit == 0
@@ -110,7 +110,7 @@ def test_plan_prints_and_runs_nothing(ctx: Context) -> None:
     assert [s["id"] for s in planned.result["fetch"]] == ["fetch-source", "fetch-model"]
 
 
-def test_a_dry_run_leaves_nothing(ctx: Context) -> None:
+def test_build_dry_run_leaves_nothing(ctx: Context) -> None:
     with pytest.raises(LockError):
         build(ctx, dry_run=True)
     assert not (ctx.recipes / "small.lock.json").exists()
@@ -118,7 +118,7 @@ def test_a_dry_run_leaves_nothing(ctx: Context) -> None:
     assert not ctx.places.runs.exists()
 
 
-def test_a_typing_error_in_a_definition(ctx: Context) -> None:
+def test_build_records_a_typo_in_a_definition(ctx: Context) -> None:
     with pytest.raises(BuildFailed) as caught:
         build(ctx, "build.cmake.SMAL_GREETING=x")
     assert "did you mean SMALL_GREETING?" in caught.value.what
@@ -126,7 +126,7 @@ def test_a_typing_error_in_a_definition(ctx: Context) -> None:
     assert json.loads(record.read_text())["error"]["id"] == "not-accepted"
 
 
-def test_a_forced_definition_is_refused_where_it_stands(ctx: Context) -> None:
+def test_plan_refuses_a_forced_definition_at_its_place(ctx: Context) -> None:
     build(ctx)
     recipe = ctx.recipes / "small.yaml"
     recipe.write_text(recipe.read_text().replace("cmake:\n", "cmake:\n    GIT_EXE: /bin/git\n"))
@@ -135,19 +135,16 @@ def test_a_forced_definition_is_refused_where_it_stands(ctx: Context) -> None:
     assert "small.yaml:9:14: build.cmake.GIT_EXE: " in (caught.value.where or "")
 
 
-@pytest.mark.parametrize("jobs", ["0", "-1", "many", "1.5", "9999", "\u0663"])
-def test_jobs_that_are_no_number(ctx: Context, jobs: str) -> None:
-    with pytest.raises(UsageError):
-        build(ctx, jobs=jobs)
-
-
-def test_jobs_reach_ninja(ctx: Context) -> None:
+def test_build_jobs_are_checked_and_reach_ninja(ctx: Context) -> None:
+    for jobs in ("0", "-1", "many", "1.5", "9999", "\u0663"):
+        with pytest.raises(UsageError):
+            build(ctx, jobs=jobs)
     build(ctx)
     argv = build(ctx, dry_run=True, jobs="3").result["steps"][3]["argv"]
     assert argv[argv.index("-j") + 1] == "3"
 
 
-def test_a_source_that_is_not_the_pinned_one(ctx: Context) -> None:
+def test_build_refuses_a_source_that_is_not_pinned(ctx: Context) -> None:
     build(ctx)
     pack(ctx.recipes / "small.tar.gz", {"ggml.c": "int other;\n"})
     kept = build(ctx, "build.cmake.SMALL_GREETING=x")
@@ -157,7 +154,7 @@ def test_a_source_that_is_not_the_pinned_one(ctx: Context) -> None:
         build(replace(ctx, places=empty))
 
 
-def test_one_document_on_standard_output(
+def test_build_prints_one_json_document(
     ctx: Context, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("BAKEHOUSE_HOME", str(ctx.places.cache.parent))

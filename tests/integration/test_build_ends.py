@@ -102,7 +102,7 @@ def finish(home: Path, drivers: list[Driver]) -> None:
 @pytest.mark.parametrize(
     ("slow", "sign"), [("configure", "configure"), ("compile", "1/"), ("compile", "5/")]
 )
-def test_ended_at_a_known_moment(
+def test_build_ended_at_a_known_moment(
     tmp_path: Path, drivers: list[Driver], slow: str, sign: str, number: signal.Signals
 ) -> None:
     driver = Driver(tmp_path, slow)
@@ -122,7 +122,7 @@ def test_ended_at_a_known_moment(
     finish(tmp_path, drivers)
 
 
-def test_killed_at_any_moment(tmp_path: Path, drivers: list[Driver]) -> None:
+def test_build_killed_at_any_moment(tmp_path: Path, drivers: list[Driver]) -> None:
     (tmp_path / "slow").write_text("0")
     started = time.monotonic()
     whole = Driver(tmp_path, "compile")
@@ -142,7 +142,7 @@ def test_killed_at_any_moment(tmp_path: Path, drivers: list[Driver]) -> None:
     finish(tmp_path, drivers)
 
 
-def test_what_several_killed_builds_left_goes(tmp_path: Path, drivers: list[Driver]) -> None:
+def test_build_removes_leftovers_of_killed_builds(tmp_path: Path, drivers: list[Driver]) -> None:
     work = tmp_path / "cache" / "builds" / ".work"
     for name in ("0", "0-left-12", "3", "7-left-99"):
         (work / name / "src").mkdir(parents=True)
@@ -151,7 +151,7 @@ def test_what_several_killed_builds_left_goes(tmp_path: Path, drivers: list[Driv
     assert sorted(p.name for p in work.iterdir()) == ["0.lock", "3.lock", "7.lock"]
 
 
-def test_two_at_once_build_once(tmp_path: Path, drivers: list[Driver]) -> None:
+def test_build_twice_at_once_builds_once(tmp_path: Path, drivers: list[Driver]) -> None:
     (tmp_path / "slow").write_text("2")
     first = Driver(tmp_path, "compile")
     drivers.append(first)
@@ -165,7 +165,7 @@ def test_two_at_once_build_once(tmp_path: Path, drivers: list[Driver]) -> None:
     assert one["content"] == other["content"]
 
 
-def test_the_one_that_waits_builds_when_the_other_is_killed(
+def test_build_that_waits_goes_on_when_the_other_is_killed(
     tmp_path: Path, drivers: list[Driver]
 ) -> None:
     (tmp_path / "slow").write_text("60")
@@ -180,7 +180,7 @@ def test_the_one_that_waits_builds_when_the_other_is_killed(
     assert second.result()["reused"] is False
 
 
-def test_two_different_builds_run_side_by_side(tmp_path: Path, drivers: list[Driver]) -> None:
+def test_builds_of_different_plans_run_side_by_side(tmp_path: Path, drivers: list[Driver]) -> None:
     """They take different work folders, and both come out right."""
     (tmp_path / "slow").write_text("60")
     first = Driver(tmp_path, "compile")

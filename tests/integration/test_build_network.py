@@ -31,14 +31,14 @@ def run(*argv: str) -> str:
     return done.stdout
 
 
-def test_a_whole_build_without_a_network(tmp_path: Path, alone: tuple[str, ...]) -> None:
+def test_build_needs_no_network(tmp_path: Path, alone: tuple[str, ...]) -> None:
     out = run(
         *alone, sys.executable, "-m", "tests.support.build_driver", str(tmp_path), "nothing"
     )  # fmt: skip
     assert json.loads(out.splitlines()[-1])["reused"] is False
 
 
-def test_the_real_tree_is_configured_without_a_network(alone: tuple[str, ...]) -> None:
+def test_configure_of_the_real_tree_needs_no_network(alone: tuple[str, ...]) -> None:
     home = os.environ.get("BAKEHOUSE_TEST_CACHE") or Path.home() / ".cache" / "bakehouse-tests"
     recipe = ROOT / "recipes" / "smollm2-cpu.yaml"
     command = (sys.executable, "-m", "tests.support.configure_only", str(home), str(recipe))

@@ -101,7 +101,7 @@ def judged(log: str, cache: str, toolkit: Toolkit, version: str) -> tuple[Check,
     return checks
 
 
-def test_a_pin_holds_both_architectures_and_its_toolkit_is_whole(
+def test_toolkit_pin_has_both_architectures(
     kept: Context, pins: dict[str, ToolkitPin], toolkits: dict[str, Toolkit]
 ) -> None:
     for version, nvcc in (("13.0", "13.0.88"), ("13.2", "13.2.86")):
@@ -146,7 +146,7 @@ def elsewhere(
     shutil.rmtree(home)
 
 
-def test_a_provided_toolkit_needs_no_network_the_second_time(
+def test_toolkit_from_pypi_needs_no_network_the_second_time(
     kept: Context,
     elsewhere: Context,
     pins: dict[str, ToolkitPin],
@@ -162,7 +162,7 @@ def test_a_provided_toolkit_needs_no_network_the_second_time(
     assert not list(elsewhere.places.toolkits.glob(".making-*"))
 
 
-def test_a_wheel_that_changed_on_disk_is_fetched_again(
+def test_toolkit_wheel_that_changed_on_disk_is_fetched_again(
     kept: Context, pins: dict[str, ToolkitPin], toolkits: dict[str, Toolkit], tmp_path: Path
 ) -> None:
     wheel = wheels_for(pins["13.0"])[1]
@@ -180,12 +180,12 @@ def test_a_wheel_that_changed_on_disk_is_fetched_again(
     assert target.stat().st_size == wheel.size
     other = wheel.model_copy(update={"sha256": "0" * 64})
     wheels = tuple(other if w is wheel else w for w in pins["13.0"].wheels)
-    with pytest.raises(LockError, match="not the file that is locked"):
+    with pytest.raises(LockError, match="not the locked file"):
         provide(fresh, pins["13.0"].model_copy(update={"wheels": wheels}))
 
 
 @pytest.mark.parametrize(("root", "compiler"), [("13.0", "13.2"), ("13.2", "13.0")])
-def test_compiler_of_one_and_toolkit_of_the_other_is_refused_within_a_minute(
+def test_toolkit_of_one_and_compiler_of_another_is_refused(
     kept: Context,
     toolkits: dict[str, Toolkit],
     llama_cpp: Path,
@@ -208,7 +208,7 @@ def test_compiler_of_one_and_toolkit_of_the_other_is_refused_within_a_minute(
 
 
 @pytest.mark.parametrize("version", ["13.0", "13.2"])
-def test_a_pair_is_accepted(
+def test_toolkit_pair_is_accepted(
     kept: Context, toolkits: dict[str, Toolkit], llama_cpp: Path, tmp_path: Path, version: str
 ) -> None:
     toolkit = toolkits[version]
@@ -240,7 +240,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "write_source", write)
 
 
-def test_a_small_cuda_build_from_provided_toolkit_to_artifact(
+def test_toolkit_from_pypi_builds_an_artifact(
     kept: Context,
     pins: dict[str, ToolkitPin],
     toolkits: dict[str, Toolkit],
@@ -272,7 +272,7 @@ def test_a_small_cuda_build_from_provided_toolkit_to_artifact(
     assert {c.id for c in not_passed(moved)} == {"cuda.embedded"}
 
 
-def test_two_homes_give_the_same_bytes(
+def test_toolkit_builds_the_same_bytes_in_two_homes(
     kept: Context, elsewhere: Context, pins: dict[str, ToolkitPin], small: None, tmp_path: Path
 ) -> None:
     """Kernels with internal linkage: nvcc hashes the absolute path of the source into their names.
@@ -297,7 +297,7 @@ def test_two_homes_give_the_same_bytes(
     assert {f.path: f.sha256 for f in first.files} == {f.path: f.sha256 for f in second.files}
 
 
-def test_a_build_that_left_cuda_out_is_refused_before_compiling(
+def test_toolkit_build_without_cuda_is_refused_before_compiling(
     kept: Context, pins: dict[str, ToolkitPin], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lists = FILES["CMakeLists.txt"] + (
@@ -322,6 +322,6 @@ def test_a_build_that_left_cuda_out_is_refused_before_compiling(
     assert "CUDA not found" in (error.value.where or "")
 
 
-def test_a_version_that_nobody_publishes_for_provision(kept: Context) -> None:
+def test_toolkit_version_that_is_not_on_pypi_is_refused(kept: Context) -> None:
     with pytest.raises(RecipeError, match=r"12\.8"):
         pin_toolkit(kept, "12.8")

@@ -1,12 +1,10 @@
-"""Acceptance on recorded words of CMake, each broken in one way."""
+"""Checks of a configured build, on recorded output of CMake with one thing wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-
-import pytest
 
 from bakehouse.checks import Check, Verdict, not_passed
 from bakehouse.engines.configured import CacheEntry, Compiler, Configured, Expected, Target
@@ -71,59 +69,57 @@ def cached(**values: str | None) -> Mapping[str, CacheEntry]:
     return {n: e for n, e in {**GOOD.cache, **changed}.items() if values.get(n, "") is not None}
 
 
-def test_all_is_well() -> None:
+def test_configure_checks_pass() -> None:
     checks = judge(GOOD)
     assert not_passed(checks) == ()
     assert len(checks) == 9
 
 
-@pytest.mark.parametrize(
-    ("change", "name", "observed"),
-    [
-        ({"generator": "Unix Makefiles"}, "configure.generator", "Unix Makefiles"),
-        (
-            {"compilers": {**GOOD.compilers, "C": Compiler(path="/usr/bin/cc", version="13.1.0")}},
-            "configure.compiler.C", "/usr/bin/cc 13.1.0",
-        ),
-        (
-            {"compilers": {**GOOD.compilers, "CXX": Compiler(path="/opt/c++", version="12.2.0")}},
-            "configure.compiler.CXX", "/opt/c++ 12.2.0",
-        ),
-        ({"cache": cached(CMAKE_BUILD_TYPE="Debug")}, "configure.build_type", "Debug"),
-        ({"cache": cached(LLAMA_BUILD_UI="ON")}, "configure.forced", "LLAMA_BUILD_UI=ON in place"),
-        ({"cache": cached(LLAMA_BUILD_UI=None)}, "configure.forced", "no LLAMA_BUILD_UI in"),
-        ({"cache": cached(GGML_BLAS="ON")}, "configure.asked", "GGML_BLAS=ON"),
-        (
-            {"log": (*LOG, "-- Downloading https://example.org/ui.tar.gz")},
-            "configure.no_download", "-- Downloading https://example.org/ui.tar.gz",
-        ),
-        ({"log": (*LOG, "Cloning into 'kleidiai-src'...")}, "configure.no_download", "Cloning"),
-        (
-            {"targets": {"llama-serve": Target("llama-serve", "EXECUTABLE")}},
-            "configure.targets", "llama-server does not exist (did you mean llama-serve?)",
-        ),
-    ],
-)  # fmt: skip
-def test_one_thing_wrong(change: dict[str, Any], name: str, observed: str) -> None:
-    check = only(judge(replace(GOOD, **change)), name)
-    assert check.verdict is Verdict.FAILED
-    assert check.observed.startswith(observed)
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"generator": "Unix Makefiles"}, "configure.generator", "Unix Makefiles"),
+    (
+        {"compilers": {**GOOD.compilers, "C": Compiler(path="/usr/bin/cc", version="13.1.0")}},
+        "configure.compiler.C", "/usr/bin/cc 13.1.0",
+    ),
+    (
+        {"compilers": {**GOOD.compilers, "CXX": Compiler(path="/opt/c++", version="12.2.0")}},
+        "configure.compiler.CXX", "/opt/c++ 12.2.0",
+    ),
+    ({"cache": cached(CMAKE_BUILD_TYPE="Debug")}, "configure.build_type", "Debug"),
+    ({"cache": cached(LLAMA_BUILD_UI="ON")}, "configure.forced", "LLAMA_BUILD_UI=ON instead"),
+    ({"cache": cached(LLAMA_BUILD_UI=None)}, "configure.forced", "no LLAMA_BUILD_UI in"),
+    ({"cache": cached(GGML_BLAS="ON")}, "configure.asked", "GGML_BLAS=ON"),
+    (
+        {"log": (*LOG, "-- Downloading https://example.org/ui.tar.gz")},
+        "configure.no_download", "-- Downloading https://example.org/ui.tar.gz",
+    ),
+    ({"log": (*LOG, "Cloning into 'kleidiai-src'...")}, "configure.no_download", "Cloning"),
+    (
+        {"targets": {"llama-serve": Target("llama-serve", "EXECUTABLE")}},
+        "configure.targets", "llama-server does not exist (did you mean llama-serve?)",
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
+def test_configure_check_fails_for_one_thing_wrong() -> None:
+    for change, name, observed in WRONG:
+        check = only(judge(replace(GOOD, **change)), name)
+        assert check.verdict is Verdict.FAILED, name
+        assert check.observed.startswith(observed)
+
+
+def test_configure_check_does_not_pass_without_evidence() -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"compilers": {"C": GOOD.compilers["C"]}}, "configure.compiler.CXX"),
         ({"targets": {}}, "configure.targets"),
         ({"cache": cached(CMAKE_BUILD_TYPE=None)}, "configure.build_type"),
         ({"log": ()}, "configure.no_download"),
-    ],
-)
-def test_what_is_not_known_does_not_pass(change: dict[str, Any], name: str) -> None:
-    assert only(judge(replace(GOOD, **change)), name).verdict is Verdict.UNKNOWN
+    ]
+    for change, name in rows:
+        assert only(judge(replace(GOOD, **change)), name).verdict is Verdict.UNKNOWN
 
 
-def test_a_definition_that_nothing_reads() -> None:
+def test_configure_check_finds_a_definition_that_nothing_reads() -> None:
     asked = EXPECTED.model_copy(update={"asked": {"GGML_LT0": "ON", "GGML_BLAS": "OFF"}})
     log = (*LOG[:5], "    FETCHCONTENT_FULLY_DISCONNECTED", "    GGML_LT0", "", "GGML_BLAS")
     configured = replace(
@@ -134,34 +130,31 @@ def test_a_definition_that_nothing_reads() -> None:
     assert check.where == "/run/configure.log:7"
 
 
-@pytest.mark.parametrize(("named", "fails"), [((), True), (("GGML_LT0",), False)])
-def test_a_definition_that_only_seems_read(named: tuple[str, ...], fails: bool) -> None:
+def test_configure_check_finds_a_definition_that_only_seems_read() -> None:
     """ggml reads all that begins with GGML_, so that CMake calls none of it unused."""
     asked = EXPECTED.model_copy(update={"asked": {"GGML_BLAS": "OFF", "GGML_LT0": "ON"}})
     cache = {**GOOD.cache, "GGML_LT0": CacheEntry("ON", "UNINITIALIZED")}
-    checks = judge(replace(GOOD, cache=cache, named=frozenset(named)), asked)
-    if not fails:
-        assert not_passed(checks) == ()
-        return
-    check = only(checks, "configure.used")
+    known = replace(GOOD, cache=cache, named=frozenset({"GGML_LT0"}))
+    assert not_passed(judge(known, asked)) == ()
+    check = only(judge(replace(GOOD, cache=cache), asked), "configure.used")
     assert check.observed == "GGML_LT0 is not used (did you mean GGML_LTO?)"
     assert check.where == GOOD.cache_path
 
 
-@pytest.mark.parametrize("value", ["onn", "ON;OFF", "ture", "-DX=1"])
-def test_a_switch_that_is_neither_on_nor_off(value: str) -> None:
-    """CMake takes any such text for one of the two, and says nothing."""
-    asked = EXPECTED.model_copy(update={"asked": {"GGML_BLAS": value}})
-    check = only(judge(replace(GOOD, cache=cached(GGML_BLAS=value)), asked), "configure.asked")
-    assert check.observed == f"GGML_BLAS={value}, where the project wants ON or OFF"
+def test_configure_check_fails_for_a_switch_that_is_neither_on_nor_off() -> None:
+    """CMake silently takes any such text for one of the two."""
+    for value in ("onn", "ON;OFF", "ture", "-DX=1"):
+        asked = EXPECTED.model_copy(update={"asked": {"GGML_BLAS": value}})
+        check = only(judge(replace(GOOD, cache=cached(GGML_BLAS=value)), asked), "configure.asked")
+        assert check.observed == f"GGML_BLAS={value}, but the project expects ON or OFF"
 
 
-def test_our_own_definitions_may_stay_unused() -> None:
+def test_configure_check_allows_unused_definitions_of_ours() -> None:
     """Older trees do not know all that is forced."""
     assert not_passed(judge(replace(GOOD, log=(*LOG[:6], "    LLAMA_BUILD_UI", "")))) == ()
 
 
-def test_a_link_to_the_planned_compiler_is_that_compiler(tmp_path: Any) -> None:
+def test_configure_check_follows_a_link_to_the_planned_compiler(tmp_path: Any) -> None:
     link = tmp_path / "cc"
     link.symlink_to("/usr/bin/cc")
     compilers = {**GOOD.compilers, "C": Compiler(path=str(link), version="12.2.0")}

@@ -15,7 +15,8 @@ TAIL = [
     "ninja: build stopped: subcommand failed.",
 ]
 
-WORDINGS = [
+Place = tuple[str | None, int | None, int | None]
+WORDINGS: list[tuple[list[str], Place, str]] = [
     (
         ["/w/src/x.cpp: In function 'int main()':",
          "/w/src/x.cpp:4:10: error: 'foo' was not declared in this scope"],
@@ -69,32 +70,24 @@ WORDINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("lines", "place", "message"), WORDINGS)
-@pytest.mark.parametrize("code", ["", "[code=1] "])
-def test_wordings(
-    lines: list[str], place: tuple[str | None, int | None, int | None], message: str, code: str
-) -> None:
-    head = [line.replace("FAILED: ", f"FAILED: {code}") for line in HEAD]
-    found = first_build_error(head + lines + TAIL, ("/w/src", "../src"))
-    assert found
-    assert (found.file, found.line, found.column) == place
-    assert found.message == message
-    assert (head + lines)[found.log_line - 1].endswith(message) or "CMake" in lines[0]
+def test_build_error_is_found_in_the_words_of_each_tool() -> None:
+    for code in ("", "[code=1] "):
+        head = [line.replace("FAILED: ", f"FAILED: {code}") for line in HEAD]
+        for lines, place, message in WORDINGS:
+            found = first_build_error(head + lines + TAIL, ("/w/src", "../src"))
+            assert found, lines
+            assert (found.file, found.line, found.column) == place
+            assert found.message == message
+            assert (head + lines)[found.log_line - 1].endswith(message) or "CMake" in lines[0]
 
 
-def test_a_command_that_says_nothing() -> None:
-    found = first_build_error(HEAD + TAIL)
-    assert found
-    assert found.message == "x.o failed without a word"
-
-
-def test_ninja_itself() -> None:
-    found = first_build_error(["ninja: error: loading 'build.ninja': No such file or directory"])
-    assert found
-    assert found.message.startswith("ninja: error: loading")
-
-
-def test_no_error_at_all() -> None:
+def test_build_error_without_a_wording() -> None:
+    silent = first_build_error(HEAD + TAIL)
+    assert silent
+    assert silent.message == "x.o failed without a message"
+    ninja = first_build_error(["ninja: error: loading 'build.ninja': No such file or directory"])
+    assert ninja
+    assert ninja.message.startswith("ninja: error: loading")
     assert first_build_error(["[1/1 0.0] Linking", "all is well"]) is None
     assert first_cmake_error(["-- Configuring done"]) is None
 
@@ -118,7 +111,7 @@ CMAKE = [
 ]
 
 
-def test_cmake() -> None:
+def test_cmake_error_is_the_first_one() -> None:
     found = first_cmake_error(CMAKE)
     assert found
     assert (found.file, found.line, found.log_line) == ("ggml/CMakeLists.txt", 7, 5)
@@ -130,7 +123,7 @@ def test_cmake() -> None:
 
 
 @pytest.mark.parametrize("output", ["The output was:", "It fails with the following output:"])
-def test_cmake_quotes_the_compiler_that_it_tried(output: str) -> None:
+def test_cmake_error_of_a_compiler_that_it_tried(output: str) -> None:
     quoted = [
         "-- The CUDA compiler identification is unknown",
         "CMake Error at /usr/share/cmake/CMakeDetermineCompilerId.cmake:739 (message):",
@@ -159,29 +152,25 @@ def test_cmake_quotes_the_compiler_that_it_tried(output: str) -> None:
     assert quoted[found.log_line - 1].endswith("cannot find -lcudadevrt: No such file or directory")
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_cmake_error_without_a_line() -> None:
+    for line, message in (
         ("CMake Error: CMake was unable to find a build program", "CMake was unable to find"),
         ("CMake Error in src/CMakeLists.txt:", "CMake gave no reason"),
-    ],
-)
-def test_cmake_without_a_line(line: str, message: str) -> None:
-    found = first_cmake_error([line])
-    assert found
-    assert found.message.startswith(message)
+    ):
+        found = first_cmake_error([line])
+        assert found
+        assert found.message.startswith(message)
 
 
-def test_a_log_cannot_steer_the_terminal() -> None:
-    lines = ["FAILED: x.o ", "cc", "x.c:1:1: error: \x1b[2Jgone"]
-    found = first_build_error(lines)
+def test_build_error_cannot_control_the_terminal() -> None:
+    found = first_build_error(["FAILED: x.o ", "cc", "x.c:1:1: error: \x1b[2Jgone"])
     assert found
     assert "\x1b" not in found.message
 
 
-@pytest.mark.parametrize("count", [20_000])
-def test_long_lines_take_no_time(count: int) -> None:
+def test_build_error_search_takes_no_time_on_long_lines() -> None:
     """No pattern backtracks for long on the lines that compilers print: the test's time limit."""
+    count = 20_000
     lines = ["FAILED: x ", "cc", "a/" * count, "x:" * count, "(" * count, " " * count + "error"]
     found = first_build_error([*lines, "x.c:3:1: error: the one that counts"])
     assert found

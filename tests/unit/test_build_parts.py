@@ -10,10 +10,10 @@ from bakehouse.build.ninja import NinjaWatch
 from bakehouse.build.steps import judge_version
 from bakehouse.build.work import moved
 from bakehouse.checks import Verdict
-from bakehouse.elf import read_dynamic
 from bakehouse.engines.llamacpp.cmake import git_stand_in
 from bakehouse.plan.build import plan_build
 from bakehouse.ports.process import Captured
+from bakehouse.toolkit.embedded import NotElf, read_dynamic
 from tests.support.small_engine import FAKE_HOST, FAKE_PLACES, FAKE_TOOLS, small_lock, small_recipe
 
 
@@ -22,29 +22,20 @@ def version(code: int, err: str) -> list[tuple[str, Verdict, str]]:
     return [(c.id, c.verdict, c.observed) for c in judge_version(said, "abcdef012", 77, "log")]
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["version: 0.6.0-dev (build 77, commit abcdef012)", "version: 77 (abcdef012)"],
-)
-def test_a_version_that_shows_the_pin(line: str) -> None:
-    verdicts = [v for _, v, _ in version(0, f"noise\n{line}\nbuilt with GNU 12\n")]
-    assert verdicts == [Verdict.PASSED, Verdict.PASSED]
+def test_version_check_compares_with_the_pin() -> None:
+    for line in ("version: 0.6.0-dev (build 77, commit abcdef012)", "version: 77 (abcdef012)"):
+        verdicts = [v for _, v, _ in version(0, f"noise\n{line}\nbuilt with GNU 12\n")]
+        assert verdicts == [Verdict.PASSED, Verdict.PASSED]
+    for wrong in (
+        "build 77, commit unknown",
+        "build 7, commit abcdef012",
+        "build 77, commit abcdef012-dirty",
+        "build 777, commit abcdef0123",
+    ):
+        assert version(0, f"version: 0.6.0-dev ({wrong})")[1][1] is Verdict.FAILED
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "version: 0.6.0-dev (build 77, commit unknown)",
-        "version: 0.6.0-dev (build 7, commit abcdef012)",
-        "version: 0.6.0-dev (build 77, commit abcdef012-dirty)",
-        "version: 0.6.0-dev (build 777, commit abcdef0123)",
-    ],
-)
-def test_a_version_that_shows_another_source(line: str) -> None:
-    assert version(0, line)[1][1] is Verdict.FAILED
-
-
-def test_a_server_that_does_not_run() -> None:
+def test_version_check_of_a_server_that_does_not_run() -> None:
     (runs, stamp) = version(-4, "")
     assert runs[1] is Verdict.FAILED
     assert "SIGILL" in runs[2]
@@ -66,7 +57,7 @@ def test_ninja_status_moves_the_bar() -> None:
     assert seen == [(10, 210, "")]
 
 
-def test_the_git_stand_in(tmp_path: Path) -> None:
+def test_git_stand_in_reports_the_pin(tmp_path: Path) -> None:
     git = tmp_path / "git"
     git.write_text(git_stand_in(small_lock()))
     git.chmod(0o755)
@@ -83,27 +74,24 @@ def test_the_git_stand_in(tmp_path: Path) -> None:
     assert ask("log", "-1")[0] == 128
 
 
-def test_elf_of_this_python() -> None:
+def test_elf_reader_reads_this_python() -> None:
     found = read_dynamic(Path(sys.executable).resolve())
     assert found
     assert any(name.startswith("libc.") for name in found.needed)
 
 
-@pytest.mark.parametrize("data", [b"", b"text", b"\x7fEL"])
-def test_what_is_no_elf(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "x").write_bytes(data)
-    assert read_dynamic(tmp_path / "x") is None
+def test_elf_reader_refuses_cut_files_and_skips_others(tmp_path: Path) -> None:
+    path, data = tmp_path / "x", Path(sys.executable).resolve().read_bytes()
+    for other in (b"", b"text", b"\x7fEL"):
+        path.write_bytes(other)
+        assert read_dynamic(path) is None
+    for size in (4, 5, 20, 63, 64, 100, 400, 1000):
+        path.write_bytes(data[:size])
+        with pytest.raises(NotElf, match="damaged ELF"):
+            read_dynamic(path)
 
 
-@pytest.mark.parametrize("size", [4, 5, 20, 63, 64, 100, 400, 1000])
-def test_a_cut_elf(tmp_path: Path, size: int) -> None:
-    data = Path(sys.executable).resolve().read_bytes()[:size]
-    (tmp_path / "x").write_bytes(data)
-    with pytest.raises(ValueError, match="damaged ELF"):
-        read_dynamic(tmp_path / "x")
-
-
-def test_a_plan_moves_to_another_work_folder() -> None:
+def test_build_plan_moves_to_another_work_folder() -> None:
     plan = plan_build(small_recipe(), small_lock(), FAKE_TOOLS, FAKE_HOST, FAKE_PLACES)
     other = Path(plan.work).with_name("13")
     there = moved(plan, other)

@@ -38,7 +38,7 @@ def definition(made: BuildPlan, name: str) -> str | None:
     return found[0] if found else None
 
 
-def test_golden_plan() -> None:
+def test_build_plan_is_as_recorded() -> None:
     """Set BAKEHOUSE_WRITE_GOLDEN=1 to write the file anew, then read the difference."""
     made = to_json(plan({"CMAKE_CXX_FLAGS": "-O2 -g", "GGML_BLAS": False, "GGML_X": "a b;c"}))
     path = GOLDEN / "build-plan.json"
@@ -47,7 +47,7 @@ def test_golden_plan() -> None:
     assert json.loads(made) == json.loads(path.read_text())
 
 
-def test_what_is_not_in_the_digest() -> None:
+def test_build_digest_leaves_places_and_jobs_out() -> None:
     one = plan()
     elsewhere = Places(Path("/srv/x"), Path("/srv/y"))
     launcher = FAKE_TOOLS.model_copy(update={"launcher": "/usr/bin/ccache"})
@@ -67,7 +67,7 @@ def test_what_is_not_in_the_digest() -> None:
     assert {p.digest for p in others} == {one.digest}
 
 
-def test_what_is_in_the_digest() -> None:
+def test_build_digest_covers_what_shapes_the_result() -> None:
     recipe, lock = small_recipe(), small_lock()
 
     def tools(name: str) -> Any:
@@ -98,18 +98,19 @@ def test_what_is_in_the_digest() -> None:
     assert len({p.digest for p in others}) == len(others)
 
 
-@pytest.mark.parametrize(
-    "cmake", [{"GGML_NATIVE": True}, {"GGML_NATIVE": "1"}, {"CMAKE_CXX_FLAGS": "-march=native"}]
-)
-def test_a_build_for_this_cpu_names_it(cmake: dict[str, object]) -> None:
-    made = plan(cmake)
-    assert made.inputs.cpu == "Some CPU: avx avx2"
+def test_build_plan_for_this_cpu_names_it() -> None:
     other = FAKE_HOST.model_copy(update={"cpu_flags": "avx"})
-    there = plan_build(small_recipe(cmake), small_lock(), FAKE_TOOLS, other, FAKE_PLACES)
-    assert there.digest != made.digest
+    rows: list[dict[str, object]] = [
+        {"GGML_NATIVE": True}, {"GGML_NATIVE": "1"}, {"CMAKE_CXX_FLAGS": "-march=native"},
+    ]  # fmt: skip
+    for cmake in rows:
+        made = plan(cmake)
+        assert made.inputs.cpu == "Some CPU: avx avx2"
+        there = plan_build(small_recipe(cmake), small_lock(), FAKE_TOOLS, other, FAKE_PLACES)
+        assert there.digest != made.digest
 
 
-def test_instruction_sets_are_named() -> None:
+def test_build_plan_names_instruction_sets() -> None:
     """SOURCE_DATE_EPOCH makes llama.cpp drop them, and the server several times slower."""
     assert definition(plan(), "GGML_AVX2") == "ON"
     assert plan().expected.forced["GGML_AVX2"] == "ON"
@@ -120,72 +121,62 @@ def test_instruction_sets_are_named() -> None:
     assert definition(there, "GGML_AVX2") is None
 
 
-def test_a_portable_build_names_no_cpu() -> None:
+def test_build_plan_of_a_portable_build_names_no_cpu() -> None:
     assert plan().inputs.cpu is None
     assert definition(plan(), "GGML_NATIVE") == "OFF"
 
 
-@pytest.mark.parametrize("name", [*FORCED, *OURS])
-def test_a_recipe_cannot_set_what_is_forced(name: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        plan({name: "something else", "GGML_CCACHE": True})
-    assert name in (caught.value.where or "")
-    assert "GGML_CCACHE must be OFF" in (caught.value.where or "")
-    assert caught.value.exit_code == 2
+def test_build_plan_refuses_definitions_that_are_forced() -> None:
+    for name in (*FORCED, *OURS):
+        with pytest.raises(RecipeError) as caught:
+            plan({name: "something else", "GGML_CCACHE": True})
+        assert name in (caught.value.where or "")
+        assert "GGML_CCACHE must be OFF" in (caught.value.where or "")
+        assert caught.value.exit_code == 2
+    for same in (False, "OFF", "off", 0, "NO"):
+        assert definition(plan({"LLAMA_BUILD_UI": same}), "LLAMA_BUILD_UI") == "OFF"
 
 
-@pytest.mark.parametrize("value", [False, "OFF", "off", 0, "NO"])
-def test_a_recipe_may_say_the_same(value: object) -> None:
-    assert definition(plan({"LLAMA_BUILD_UI": value}), "LLAMA_BUILD_UI") == "OFF"
+def test_build_plan_passes_each_value_as_one_argument() -> None:
+    for value in ("a\nb", "a\rb", "a\0b", " a", "a ", "'a'"):
+        with pytest.raises(RecipeError):
+            plan({"X": value})
+    texts: dict[object, str] = {
+        True: "ON", False: "OFF", 121: "121", "a b;c": "a b;c", '"': '"', "": "",
+        "$(reboot); `x`": "$(reboot); `x`", "ü": "ü",
+    }  # fmt: skip
+    assert {value: definition(plan({"X": value}), "X") for value in texts} == texts
 
 
-@pytest.mark.parametrize("value", ["a\nb", "a\rb", "a\0b", " a", "a ", "'a'"])
-def test_values_that_cmake_cannot_keep(value: str) -> None:
-    with pytest.raises(RecipeError):
-        plan({"X": value})
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(True, "ON"), (False, "OFF"), (121, "121"), ("a b;c", "a b;c"), ('"', '"'), ("", ""),
-     ("$(reboot); `x`", "$(reboot); `x`"), ("ü", "ü")],
-)  # fmt: skip
-def test_values_arrive_as_one_argument(value: object, text: str) -> None:
-    assert definition(plan({"X": value}), "X") == text
-
-
-def test_places_are_named_in_errors() -> None:
+def test_build_plan_errors_name_file_and_line() -> None:
     with pytest.raises(RecipeError) as caught:
         plan({"GIT_EXE": "x"}, where=lambda keys: ("r.yaml", 7, len(keys)))
     assert (caught.value.where or "").startswith("r.yaml:7:3: build.cmake.GIT_EXE: ")
 
 
-@pytest.mark.parametrize("targets", [("llama-bench",), ("llama-server", "-j9"), ("a/b",)])
-def test_targets_that_cannot_be(targets: tuple[str, ...]) -> None:
-    with pytest.raises(RecipeError):
-        plan_build(small_recipe(targets=targets), small_lock(), FAKE_TOOLS, FAKE_HOST, FAKE_PLACES)
+def test_build_plan_refuses_impossible_targets_and_homes() -> None:
+    lock = small_lock()
+    for targets in (("llama-bench",), ("llama-server", "-j9"), ("a/b",)):
+        with pytest.raises(RecipeError):
+            plan_build(small_recipe(targets=targets), lock, FAKE_TOOLS, FAKE_HOST, FAKE_PLACES)
+    for name in ("a;b", 'a"b', "a$b", "a=b", "a:b", "a\nb"):
+        places = Places(Path("/tmp", name), Path("/tmp/state"))
+        with pytest.raises(HostError) as caught:
+            plan_build(small_recipe(), lock, FAKE_TOOLS, FAKE_HOST, places)
+        assert "BAKEHOUSE_HOME" in (caught.value.hint or "")
 
 
-@pytest.mark.parametrize("name", ["a;b", 'a"b', "a$b", "a=b", "a:b", "a\nb"])
-def test_a_home_that_flags_cannot_name(name: str) -> None:
-    places = Places(Path("/tmp", name), Path("/tmp/state"))
-    with pytest.raises(HostError) as caught:
-        plan_build(small_recipe(), small_lock(), FAKE_TOOLS, FAKE_HOST, places)
-    assert "BAKEHOUSE_HOME" in (caught.value.hint or "")
+def test_build_plan_limits_jobs_by_cores_and_memory() -> None:
+    for cpus, gib, asked, jobs in (
+        (16, 32, None, 16), (16, 6, None, 4), (4, 1, None, 1), (16, 32, 2, 2), (2, 1, 9, 9),
+    ):  # fmt: skip
+        host = FAKE_HOST.model_copy(update={"cpus": cpus, "memory_available": gib * 2**30})
+        made = plan_build(small_recipe(), small_lock(), FAKE_TOOLS, host, FAKE_PLACES, jobs=asked)
+        argv = made.step("compile").argv
+        assert argv[argv.index("-j") + 1] == str(jobs)
 
 
-@pytest.mark.parametrize(
-    ("cpus", "gib", "asked", "jobs"),
-    [(16, 32, None, 16), (16, 6, None, 4), (4, 1, None, 1), (16, 32, 2, 2), (2, 1, 9, 9)],
-)
-def test_jobs(cpus: int, gib: int, asked: int | None, jobs: int) -> None:
-    host = FAKE_HOST.model_copy(update={"cpus": cpus, "memory_available": gib * 2**30})
-    made = plan_build(small_recipe(), small_lock(), FAKE_TOOLS, host, FAKE_PLACES, jobs=asked)
-    argv = made.step("compile").argv
-    assert argv[argv.index("-j") + 1] == str(jobs)
-
-
-def test_what_a_toolkit_adds() -> None:
+def test_build_plan_with_a_toolkit() -> None:
     extra = Extra(
         definitions={"GGML_CUDA": "ON"},
         paths={"CUDAToolkit_ROOT": "/t"},
@@ -207,7 +198,7 @@ def test_what_a_toolkit_adds() -> None:
         plan({"CUDAToolkit_ROOT": "/other"}, extra=extra)
 
 
-def test_a_fixed_place_for_what_writes_its_path_into_objects() -> None:
+def test_build_plan_with_a_fixed_work_path() -> None:
     flags = {"CMAKE_CUDA_FLAGS": ("-Xcompiler=-ffile-prefix-map={work}=/build",)}
     extra = Extra(flags=flags, place="/p", mount=("mount", "{work}", "/p", "--"))
     made = plan(extra=extra)
@@ -219,7 +210,7 @@ def test_a_fixed_place_for_what_writes_its_path_into_objects() -> None:
     assert plan(extra=Extra(not_reproducible="no mount")).not_reproducible == "no mount"
 
 
-def test_what_nvcc_cannot_take_is_left_out_and_said() -> None:
+def test_build_plan_leaves_out_flags_that_nvcc_splits() -> None:
     """It splits the value of -Xcompiler at commas, and hands a blank on as two arguments."""
     ours = ("-Xcompiler=-ffile-prefix-map={work}=/build", "-Xcompiler=-ffile-prefix-map=/a b=/cuda")
     made = plan(extra=Extra(flags={"CMAKE_CUDA_FLAGS": ours}, place="/p"))

@@ -1,8 +1,6 @@
-"""Counters of both engines, as they publish them; a frozen engine is told from an idle one."""
+"""Counters of both engines; a frozen engine differs from an idle one."""
 
 from __future__ import annotations
-
-import pytest
 
 from bakehouse.engines.counters import Counters, read_counters, samples
 
@@ -31,28 +29,26 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 3.0
 """
 
 
-def test_llama_cpp_is_read() -> None:
+def test_counters_of_llama_cpp() -> None:
     seen = read_counters(LLAMACPP)
     assert seen is not None
     assert seen.busy
     assert seen == Counters(48, 9, 13, 1, 2, 12, 35, 33, (12, 11, 10))
 
 
-def test_vllm_is_read_and_added_up_over_its_workers() -> None:
+def test_counters_of_vllm_are_summed_over_its_workers() -> None:
     seen = read_counters(VLLM)
     assert seen is not None
     assert (seen.running, seen.waiting, seen.generated, seen.prompted) == (3, 0, 100, 7)
     assert (seen.decodes, *seen.per_position) == (None, 0, 3)
 
 
-@pytest.mark.parametrize(
-    "text", ["", None, "<html>metrics</html>", "other_total 3\n", "llamacpp:n_decode_total x\n"]
-)
-def test_what_publishes_nothing_of_use_is_nothing(text: str | None) -> None:
-    assert read_counters(text) is None
+def test_counters_of_other_texts_are_none() -> None:
+    texts = ("", None, "<html>metrics</html>", "other_total 3\n", "llamacpp:n_decode_total x\n")
+    assert [text for text in texts if read_counters(text)] == []
 
 
-def test_a_hostile_position_costs_no_memory() -> None:
+def test_counters_ignore_hostile_positions() -> None:
     name = "llamacpp:spec_decode_num_accepted_tokens_per_pos_total"
     text = f'{name}{{position="999999999"}} 1\n{name}{{position="-1"}} 1\nllamacpp:n_decode_total 1'
     seen = read_counters(text)
@@ -60,12 +56,12 @@ def test_a_hostile_position_costs_no_memory() -> None:
     assert seen.per_position == ()
 
 
-def test_labels_with_quotes_are_read() -> None:
+def test_counters_read_labels_with_quotes() -> None:
     [one] = samples('a:b{x="say \\"hi\\"",y="2"} NaN')
     assert one.labels == {"x": 'say \\"hi\\"', "y": "2"}
 
 
-def test_any_counter_that_moves_is_progress_and_none_is_unknown() -> None:
+def test_counters_show_progress_if_any_of_them_moves() -> None:
     old = Counters(generated=5, prompted=5, decodes=5)
     assert Counters(generated=5, prompted=5, decodes=6).moved(old)
     assert not Counters(generated=5, prompted=5, decodes=5).moved(old)
@@ -73,7 +69,7 @@ def test_any_counter_that_moves_is_progress_and_none_is_unknown() -> None:
     assert Counters(running=1).moved(old) is None
 
 
-def test_what_was_counted_since() -> None:
+def test_counters_since_another_reading() -> None:
     now, before = read_counters(LLAMACPP), Counters(draft_tokens=30, per_position=(10, 10))
     assert now is not None
     since = now.since(before)

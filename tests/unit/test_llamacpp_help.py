@@ -57,7 +57,7 @@ def verdicts(*arguments: str, text: str = TEXT) -> dict[str, tuple[Verdict, str]
     return {c.id: (c.verdict, c.observed) for c in checks}
 
 
-def test_entries_of_every_form() -> None:
+def test_help_entries_of_every_form() -> None:
     assert HELP.complete
     assert HELP.entries["--usage"].values == 0
     assert HELP.entries["-m"].flags == ("-m", "--model")
@@ -68,7 +68,7 @@ def test_entries_of_every_form() -> None:
     assert HELP.entries["--metrics"].removed is None
 
 
-def test_what_is_there_passes_with_its_values_left_alone() -> None:
+def test_help_check_passes_known_flags_with_any_values() -> None:
     found = verdicts(
         "-m", "-odd-name.gguf", "--ctx_size", "-1", "--chat-template", "--draft-max",
         "--control-vector-layer-range", "-1", "-x", "-ot", "a=CPU", "--metrics", "-2",
@@ -77,32 +77,28 @@ def test_what_is_there_passes_with_its_values_left_alone() -> None:
     assert found["flags"][0] is Verdict.PASSED
 
 
-def test_a_removed_flag_counts_as_absent_and_its_replacement_is_said() -> None:
+def test_help_check_fails_for_a_removed_flag() -> None:
     verdict, observed = verdicts("--draft-max", "3")["flag.draft-max"]
     assert verdict is Verdict.FAILED
     assert observed.endswith("has been removed: use --spec-draft-n-max or --spec-ngram-mod-n-max")
 
 
-def test_a_flag_that_never_existed_names_the_nearest_living_one() -> None:
+def test_help_check_suggests_the_nearest_flag() -> None:
     verdict, observed = verdicts("--draft-n-max", "2")["flag.draft-n-max"]
     assert verdict is Verdict.FAILED
-    assert observed == "there is no --draft-n-max (did you mean --spec-draft-n-max?)"
+    assert observed == "unknown flag --draft-n-max (did you mean --spec-draft-n-max?)"
     assert "next argument, --ctx-size 4" in verdicts("--ctx-size=4")["flag.ctx-size"][1]
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [len(TEXT) - 1, TEXT.index("--metrics"), TEXT.index("-kvo"), 0],
-    ids=["last line", "last section", "early", "nothing"],
-)
-def test_a_text_that_stops_early_proves_no_absence(cut: int) -> None:
-    text = TEXT[:cut]
-    found = verdicts("--nowhere", "--draft-max", text=text)
-    assert found["flag.nowhere"][0] is Verdict.UNKNOWN
-    assert "stops before its end" in found["flag.nowhere"][1]
-    removed = "the argument has been removed" in text
-    expected = Verdict.FAILED if removed else Verdict.UNKNOWN
-    assert found["flag.draft-max"][0] is expected
+def test_help_that_stops_early_does_not_prove_a_flag_missing() -> None:
+    for cut in (len(TEXT) - 1, TEXT.index("--metrics"), TEXT.index("-kvo"), 0):
+        text = TEXT[:cut]
+        found = verdicts("--nowhere", "--draft-max", text=text)
+        assert found["flag.nowhere"][0] is Verdict.UNKNOWN
+        assert "stopped before its end" in found["flag.nowhere"][1]
+        removed = "the argument has been removed" in text
+        expected = Verdict.FAILED if removed else Verdict.UNKNOWN
+        assert found["flag.draft-max"][0] is expected
 
 
 class Server:
@@ -119,7 +115,7 @@ class Server:
         return Captured(argv, self.code, self.out, "")
 
 
-def test_only_a_whole_answer_is_kept(tmp_path: Path, context: Context) -> None:
+def test_help_is_cached_only_if_complete(tmp_path: Path, context: Context) -> None:
     kept = tmp_path / "x" / "help.txt"
     cut = Server(TEXT[:300])
     assert not ask_help(replace(context, processes=cut), "s", kept).complete  # type: ignore[arg-type]
@@ -135,7 +131,7 @@ def test_only_a_whole_answer_is_kept(tmp_path: Path, context: Context) -> None:
     assert whole.asked == 2
 
 
-def test_a_wrong_flag_is_the_recipes_fault_at_its_command(tmp_path: Path, context: Context) -> None:
+def test_help_check_reports_a_wrong_flag_at_the_command(tmp_path: Path, context: Context) -> None:
     build = small_plan(context)
     argv = ("numactl", "--interleave", "all", build.server, "-m", "x", "--draft-max", "3")
     plan = ServePlan(
@@ -174,7 +170,7 @@ def device_plan(context: Context) -> tuple[BuildPlan, ServePlan]:
         ),
     ],
 )
-def test_a_gpu_that_is_not_seen_stops_the_launch(
+def test_gpu_check_stops_the_launch_if_a_gpu_is_not_seen(
     listed: str, gpus: str, verdict: str, context: Context
 ) -> None:
     class Machine:
@@ -191,7 +187,7 @@ def test_a_gpu_that_is_not_seen_stops_the_launch(
     assert see_gpu(ctx, build, plan, None) == ()
 
 
-def test_where_no_driver_tool_answers_a_listed_device_is_no_failure(context: Context) -> None:
+def test_gpu_check_is_unknown_without_a_driver_tool(context: Context) -> None:
     listed = "Available devices:\n  CUDA0: NVIDIA GB10 (124000 MiB, 100000 MiB free)\n"
 
     class Machine:

@@ -75,7 +75,7 @@ def test_a_recipe_that_contradicts_itself_is_refused_by_every_task(
     write_recipe(tmp_path, data(build={"cuda": {"version": "13.0"}}))
     with pytest.raises(RecipeError, match="contradicts itself") as error:
         TASKS[task](at(context, tmp_path))
-    assert "CUDA backend is not asked for" in error.value.faults[0].message
+    assert "CUDA backend is not enabled" in error.value.faults[0].message
     assert error.value.exit_code == 2
 
 

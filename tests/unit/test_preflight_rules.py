@@ -166,7 +166,7 @@ def test_what_plan_and_build_would_refuse_is_named_by_check_at_its_place(tmp_pat
         require(load(path))
     said = [str(fault).removeprefix(f"{path}:") for fault in error.value.faults]
     assert [line.split(" (")[0] for line in said] == [
-        "5:23: build.cmake.CMAKE_C_COMPILER: CMAKE_C_COMPILER is not the recipe's to set",
+        "5:23: build.cmake.CMAKE_C_COMPILER: a recipe cannot set CMAKE_C_COMPILER",
         "8:12: serve.command must not hold --host",
         "8:12: serve.command must not hold --port",
         "8:12: serve.command names no model",

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "bakehouse"
 ROOMS = (
     "errors", "base", "atomic", "util", "checks", "places", "progress", "redact", "logs", "ports",
     "host", "recipe", "lock", "records", "context", "outcome", "signatures", "elf", "checkpoints",
-    "memory", "sources", "toolkit", "toolchain", "engines", "resolve", "preflight", "plan",
+    "sources", "toolkit", "toolchain", "engines", "memory", "resolve", "preflight", "plan",
     "build", "probe", "serve", "patches", "nightly", "console", "commands", "cli",
 )  # fmt: skip
 """From the top of the house to the bottom."""

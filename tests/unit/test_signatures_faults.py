@@ -69,7 +69,7 @@ FORMATS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_fault_gets_its_exit_code_and_first_cause_in_every_log_format(form: str) -> None:
-    wrong = {}
+    wrong: dict[str, tuple[object, ...]] = {}
     for name, case in CASES.items():
         findings = scan([FORMATS[form](line) for line in case["lines"]])
         bad = [finding for finding in findings if finding.bad]

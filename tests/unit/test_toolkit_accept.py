@@ -1,4 +1,4 @@
-"""Acceptance of a configure: real CMake output, old and new, and every way to be wrong."""
+"""Checks of a CUDA configure: real output of old and new CMake, and each way to be wrong."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 
 from bakehouse.checks import Check, Verdict
 from bakehouse.errors import BuildFailed
-from bakehouse.toolkit.accept import accept_configure, refuse, refused
-from bakehouse.toolkit.configured import read_configure
+from bakehouse.toolkit.accept import accept_configure, read_configure, refuse, refused
 from bakehouse.toolkit.types import Requested, Toolkit
 
 DATA = Path(__file__).parents[1] / "data" / "cmake"
@@ -63,18 +62,21 @@ def ids(checks: tuple[Check, ...], verdict: Verdict = Verdict.FAILED) -> set[str
     return {c.id for c in checks if c.verdict is verdict}
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_a_real_pair_is_accepted(generation: str) -> None:
-    checks = judge(*real(f"pair-{generation}"))
-    assert ids(checks) == ids(checks, Verdict.UNKNOWN) == set()
-    assert len(checks) == 11
-    assert judge(*real(f"pair-{generation}"), version="13.0.88")[2].passed
+def test_cuda_accept_takes_a_real_pair() -> None:
+    for generation in GENERATIONS:
+        checks = judge(*real(f"pair-{generation}"))
+        assert ids(checks) == ids(checks, Verdict.UNKNOWN) == set(), generation
+        assert len(checks) == 11
+        log, _ = real(f"pair-{generation}")
+        refuse(checks, log, toolkit(), Requested(version="13.0", architectures=("90-real",)))
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("root", ["13.0", "13.2"])
-def test_compiler_of_one_and_toolkit_of_another_is_refused(generation: str, root: str) -> None:
-    """CMake 3.25 shows two versions; from 3.31 on both lines agree, and only the place tells."""
+def test_cuda_accept_refuses_compiler_of_one_and_toolkit_of_another(
+    generation: str, root: str
+) -> None:
+    """CMake 3.25 shows two versions; from 3.31 on both lines agree, and only the place differs."""
     log, cache = real(f"mixed-{generation}")
     version = {"13.0": "13.0.88", "13.2": "13.2.86"}[root]
     chosen = toolkit(f"/opt/cuda-{root}", version)
@@ -94,40 +96,35 @@ def test_compiler_of_one_and_toolkit_of_another_is_refused(generation: str, root
     assert chosen.root in (error.value.hint or "")
 
 
-def test_an_accepted_configure_is_not_refused() -> None:
+def test_cuda_accept_reads_old_and_new_wordings() -> None:
+    include = "/usr/local/cuda-13.0/targets/sbsa-linux/include"
+    rows = [
+        ("NVIDIA 12.0.140", "12.0.140", None, include),
+        ("NVIDIA 13.0.88 with host compiler GNU 13.3.0", "13.0.88", "13.3.0", include),
+        (
+            "NVIDIA 13.0.88 with host compiler Clang 18.1.3", "13.0.88", "18.1.3",
+            f"{include};/x/cccl",
+        ),
+    ]  # fmt: skip
+    for line, version, host, paths in rows:
+        said = read_configure(
+            f"-- The CUDA compiler identification is {line}\n"
+            f'-- Found CUDAToolkit: {paths} (found suitable version "13.0.88", '
+            'minimum required is "11.7")\n'
+        )
+        assert said["compilers"][0].values["version"] == version
+        assert said["compilers"][0].values.get("host_version") == host
+        assert said["toolkits"][0].values["version"] == "13.0.88"
+        assert said["toolkits"][0].values["paths"] == paths
+
+
+def test_cuda_accept_follows_the_system_link_into_the_targets_folder() -> None:
     log, cache = real("pair-41")
-    refuse(judge(log, cache), log, toolkit(), Requested(version="13.0", architectures=("90-real",)))
-
-
-@pytest.mark.parametrize(
-    ("line", "version", "host", "paths"),
-    [
-        ("NVIDIA 12.0.140", "12.0.140", None, 1),
-        ("NVIDIA 13.0.88 with host compiler GNU 13.3.0", "13.0.88", "13.3.0", 1),
-        ("NVIDIA 13.0.88 with host compiler Clang 18.1.3", "13.0.88", "18.1.3", 2),
-    ],
-)
-def test_wordings(line: str, version: str, host: str | None, paths: int) -> None:
-    include = ";".join(["/usr/local/cuda-13.0/targets/sbsa-linux/include", "/x/cccl"][:paths])
-    said = read_configure(
-        f"-- The CUDA compiler identification is {line}\n"
-        f'-- Found CUDAToolkit: {include} (found suitable version "13.0.88", '
-        'minimum required is "11.7")\n'
-    )
-    assert said.compilers[0].values["version"] == version
-    assert said.compilers[0].values.get("host_version") == host
-    assert said.toolkits[0].values["version"] == "13.0.88"
-    assert said.toolkits[0].values["paths"] == include
-
-
-@pytest.mark.parametrize("target", ["sbsa-linux", "x86_64-linux"])
-def test_targets_folder_reached_through_the_system_link_is_inside(target: str) -> None:
-    log, cache = real("pair-41")
-    base = f"/usr/local/cuda/targets/{target}"
+    base = "/usr/local/cuda/targets/sbsa-linux"
     log = log.replace("/opt/cuda-13.0/include", f"{base}/include")
     cache = cache.replace("/opt/cuda-13.0/lib", f"{base}/lib")
     cache = cache.replace("/opt/cuda-13.0", "/usr/local/cuda")
-    chosen = toolkit("/usr/local/cuda-13.0", target=target)
+    chosen = toolkit("/usr/local/cuda-13.0", target="sbsa-linux")
     assert ids(judge(log, cache, chosen)) == set()
 
 
@@ -137,37 +134,34 @@ def edited(generation: str, old: str, new: str) -> tuple[str, str]:
     return log.replace(old, new), cache
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_every_missing_line_fails(generation: str) -> None:
-    log, cache = real(f"pair-{generation}")
-    for word, failed in (
-        ("-- Including CUDA backend", "cuda.backend"),
-        ("-- The CUDA compiler identification", "cuda.pair"),
-        ("-- Found CUDAToolkit", "cuda.toolkit-place"),
-    ):
-        kept = "\n".join(line for line in log.splitlines() if not line.startswith(word))
-        assert failed in ids(judge(kept, cache))
+def test_cuda_accept_fails_for_every_missing_line() -> None:
+    for generation in GENERATIONS:
+        log, cache = real(f"pair-{generation}")
+        for word, failed in (
+            ("-- Including CUDA backend", "cuda.backend"),
+            ("-- The CUDA compiler identification", "cuda.pair"),
+            ("-- Found CUDAToolkit", "cuda.toolkit-place"),
+        ):
+            kept = "\n".join(line for line in log.splitlines() if not line.startswith(word))
+            assert failed in ids(judge(kept, cache)), generation
     assert len(ids(judge("", ""))) >= 7
 
 
-@pytest.mark.parametrize(
-    "warning",
-    [
+def test_cuda_accept_fails_if_cuda_is_missing_with_only_a_warning() -> None:
+    for warning in (
         "-- Could not find nvcc, please set CUDAToolkit_ROOT.",
         "  CUDA not found",
         "CMake Warning: CUDA Toolkit not found",
-    ],
-)
-def test_missing_cuda_with_only_a_warning_fails(warning: str) -> None:
-    log = f"{warning}\n-- Including CPU backend\n-- Configuring done (0.3s)\n"
-    checks = judge(log, "")
-    assert "cuda.backend" in ids(checks)
-    with pytest.raises(BuildFailed, match=r"cuda\.backend") as error:
-        refuse(checks, log, toolkit(), Requested(version="13.0", architectures=("90-real",)))
-    assert "provide: pypi" in (error.value.hint or "")
+    ):
+        log = f"{warning}\n-- Including CPU backend\n-- Configuring done (0.3s)\n"
+        checks = judge(log, "")
+        assert "cuda.backend" in ids(checks), warning
+        with pytest.raises(BuildFailed, match=r"cuda\.backend") as error:
+            refuse(checks, log, toolkit(), Requested(version="13.0", architectures=("90-real",)))
+        assert "provide: pypi" in (error.value.hint or "")
 
 
-def test_headers_of_a_newer_toolkit_than_nvcc() -> None:
+def test_cuda_accept_fails_for_headers_of_a_newer_toolkit_than_nvcc() -> None:
     log = (
         "-- Found CUDAToolkit: /usr/local/cuda-12.8/targets/x86_64-linux/include "
         '(found version "12.8.93")\n-- CUDA Toolkit found\n'
@@ -180,12 +174,10 @@ def test_headers_of_a_newer_toolkit_than_nvcc() -> None:
     assert "12.8.93" in pair.observed
 
 
-@pytest.mark.parametrize(
-    ("version", "fails"),
-    [("13.0", False), ("13.0.88", False), ("13.0.8", True), ("13", False), ("13.1", True)],
-)
-def test_the_wanted_version(version: str, fails: bool) -> None:
-    assert ("cuda.version" in ids(judge(*real("pair-331"), version=version))) == fails
+def test_cuda_accept_compares_the_wanted_version() -> None:
+    expected = {"13.0": False, "13.0.88": False, "13.0.8": True, "13": False, "13.1": True}
+    pair = real("pair-331")
+    assert {v: "cuda.version" in ids(judge(*pair, version=v)) for v in expected} == expected
 
 
 def using(generation: str, architectures: str) -> tuple[str, str]:
@@ -202,51 +194,38 @@ def with_cmake(cache: str, version: str) -> str:
     return "\n".join(kept + [f"CMAKE_CACHE_{n}_VERSION:INTERNAL={v}" for n, v in parts.items()])
 
 
-@pytest.mark.parametrize(
-    ("cmake", "fits"),
-    [
-        ("3.25.1", False), ("3.31.7", False), ("3.31.8", True), ("3.31.10", True),
-        ("4.0.0", False), ("4.0.1", False), ("4.0.2", True), ("4.1.0", True),
-    ],
-)  # fmt: skip
-def test_family_names_need_a_new_enough_cmake(cmake: str, fits: bool) -> None:
+def test_cuda_accept_takes_family_names_only_with_a_new_enough_cmake() -> None:
+    expected = {
+        "3.25.1": False, "3.31.7": False, "3.31.8": True, "3.31.10": True,
+        "4.0.0": False, "4.0.1": False, "4.0.2": True, "4.1.0": True,
+    }  # fmt: skip
     log, cache = using("41", "120f-virtual")
-    checks = judge(log, with_cmake(cache, cmake), architectures=("120f-virtual",))
-    assert ("cuda.compilable" in ids(checks)) == (not fits)
+    got = {
+        version: "cuda.compilable"
+        not in ids(judge(log, with_cmake(cache, version), architectures=("120f-virtual",)))
+        for version in expected
+    }
+    assert got == expected
 
 
-@pytest.mark.parametrize(
-    "architecture", ["90", "90-real", "90a-real", "121a-real", "100f-virtual", "120f-virtual"]
-)
-def test_architectures_that_this_nvcc_compiles(architecture: str) -> None:
-    log, cache = using("41", architecture)
-    assert ids(judge(log, cache, architectures=(architecture,))) == set()
+def test_cuda_accept_knows_what_this_nvcc_compiles() -> None:
+    for item in ("90", "90-real", "90a-real", "121a-real", "100f-virtual", "120f-virtual"):
+        assert ids(judge(*using("41", item), architectures=(item,))) == set(), item
+    for item in ("52-real", "70-virtual", "89a", "130-real", "sm_90", ""):
+        assert "cuda.compilable" in ids(judge(*using("41", item), architectures=(item,))), item
 
 
-@pytest.mark.parametrize("architecture", ["52-real", "70-virtual", "89a", "130-real", "sm_90", ""])
-def test_architectures_that_it_does_not(architecture: str) -> None:
-    log, cache = using("41", architecture)
-    assert "cuda.compilable" in ids(judge(log, cache, architectures=(architecture,)))
-
-
-def test_native_that_reached_configure_fails() -> None:
-    log, cache = edited(
+def test_cuda_accept_fails_for_other_architectures_than_requested() -> None:
+    native = edited(
         "325", "Using CMAKE_CUDA_ARCHITECTURES=90-real", "Using CUDA architectures: native"
     )
-    assert "cuda.architectures" in ids(judge(log, cache))
+    assert "cuda.architectures" in ids(judge(*native))
+    assert "cuda.architectures" in ids(judge(*using("41", "75-virtual;80-virtual;86-real;90-real")))
+    a_form = judge(*using("41", "120a-real;90-real"), architectures=("90-real", "120-real"))
+    assert ids(a_form) == set()
 
 
-def test_other_architectures_than_asked_fail() -> None:
-    log, cache = using("41", "75-virtual;80-virtual;86-real;90-real")
-    assert "cuda.architectures" in ids(judge(log, cache))
-
-
-def test_ggmls_own_change_to_the_a_form_is_what_was_asked() -> None:
-    log, cache = using("41", "120a-real;90-real")
-    assert ids(judge(log, cache, architectures=("90-real", "120-real"))) == set()
-
-
-def test_silently_skipped_kernels_fail() -> None:
+def test_cuda_accept_fails_for_silently_skipped_kernels() -> None:
     log, cache = real("pair-41")
     log += "Not building NVFP4 as no compatible archs were found.\n"
     log += "Not building scaled_mm_c3x_120 as no compatible archs found\n"
@@ -255,54 +234,40 @@ def test_silently_skipped_kernels_fail() -> None:
     assert skipped.observed == "NVFP4, scaled_mm_c3x_120"
 
 
-@pytest.mark.parametrize(
-    ("generation", "old", "host", "verdict"),
-    [
+def test_cuda_accept_knows_the_host_compilers_that_headers_allow() -> None:
+    for generation, old, host, verdict in (
         ("325", "is GNU 12.2.0", "is GNU 16.1.0", Verdict.FAILED),
         ("331", "compiler GNU 12.2.0", "compiler GNU 16.1.0", Verdict.FAILED),
         ("41", "compiler GNU 12.2.0", "compiler Clang 21.1.0", Verdict.FAILED),
         ("41", "compiler GNU 12.2.0", "compiler Clang 20.1.0", Verdict.PASSED),
         ("41", "compiler GNU 12.2.0", "compiler GNU 15.2.0", Verdict.PASSED),
         ("41", "compiler GNU 12.2.0", "compiler IntelLLVM 2025.1", Verdict.UNKNOWN),
-    ],
-)
-def test_host_compiler_bounds(generation: str, old: str, host: str, verdict: Verdict) -> None:
-    checks = judge(*edited(generation, old, host))
-    assert next(c for c in checks if c.id == "cuda.host-compiler").verdict is verdict
+    ):
+        checks = judge(*edited(generation, old, host))
+        assert next(c for c in checks if c.id == "cuda.host-compiler").verdict is verdict, host
 
 
-def test_switching_the_compiler_check_off_leaves_the_build_unverified() -> None:
+def test_cuda_accept_leaves_a_build_without_compiler_check_unverified() -> None:
     checks = judge(*real("pair-41"), CMAKE_CUDA_FLAGS="-O3 -allow-unsupported-compiler")
     assert ids(checks, Verdict.UNKNOWN) == {"cuda.host-compiler-checked"}
     assert refused(checks) == ()
 
 
-def test_a_library_of_another_toolkit_fails() -> None:
+def test_cuda_accept_fails_for_paths_of_another_toolkit() -> None:
     log, cache = real("pair-41")
-    cache = cache.replace(
-        "CUDA_cublas_LIBRARY:FILEPATH=/opt/cuda-13.0/lib", "CUDA_cublas_LIBRARY:FILEPATH=/usr/lib"
-    )
-    assert ids(judge(log, cache)) == {"cuda.libraries"}
-
-
-def test_a_neighbour_with_the_same_prefix_is_not_inside() -> None:
-    log, cache = real("pair-41")
-    cache = cache.replace("/opt/cuda-13.0", "/opt/cuda-13.0.old")
-    assert "cuda.libraries" in ids(judge(log, cache))
-
-
-def test_headers_that_do_not_belong_to_this_nvcc_fail() -> None:
-    for headers in ("12.8", None):
-        assert ids(judge(*real("pair-41"), toolkit(headers=headers))) == (
-            {"cuda.headers"} if headers else set()
-        )
-    unknown = judge(*real("pair-41"), toolkit(headers=None))
-    assert ids(unknown, Verdict.UNKNOWN) == {"cuda.headers"}
-
-
-def test_a_stale_compiler_in_the_cache_fails() -> None:
-    log, cache = real("pair-41")
-    cache = cache.replace(
+    cublas = "CUDA_cublas_LIBRARY:FILEPATH="
+    library = cache.replace(f"{cublas}/opt/cuda-13.0/lib", f"{cublas}/usr/lib")
+    assert ids(judge(log, library)) == {"cuda.libraries"}
+    same_prefix = cache.replace("/opt/cuda-13.0", "/opt/cuda-13.0.old")
+    assert "cuda.libraries" in ids(judge(log, same_prefix))
+    stale = cache.replace(
         "CMAKE_CUDA_COMPILER:STRING=/opt/cuda-13.0", "CMAKE_CUDA_COMPILER:FILEPATH=/opt/cuda-12.0"
     )
-    assert "cuda.compiler-place" in ids(judge(log, cache))
+    assert "cuda.compiler-place" in ids(judge(log, stale))
+
+
+def test_cuda_accept_does_not_pass_headers_of_another_nvcc() -> None:
+    assert ids(judge(*real("pair-41"), toolkit(headers="12.8"))) == {"cuda.headers"}
+    unknown = judge(*real("pair-41"), toolkit(headers=None))
+    assert ids(unknown) == set()
+    assert ids(unknown, Verdict.UNKNOWN) == {"cuda.headers"}

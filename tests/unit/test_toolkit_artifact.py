@@ -76,7 +76,7 @@ def verdicts(folder: Path, toolkit: Toolkit, *architectures: str) -> dict[str, V
 CODE = fat_binary((2, 90, "")) + fat_binary((2, 121, "a"), (1, 90, ""))
 
 
-def test_a_right_library_is_accepted(tmp_path: Path, toolkit: Toolkit) -> None:
+def test_cuda_artifact_is_accepted(tmp_path: Path, toolkit: Toolkit) -> None:
     made = elf(("libcudart.so.13", "libc.so.6"), f"$ORIGIN:{toolkit.library}", CODE)
     folder = place(tmp_path / "artifact", made)
     found = verdicts(folder, toolkit, "90", "121-real")
@@ -84,15 +84,15 @@ def test_a_right_library_is_accepted(tmp_path: Path, toolkit: Toolkit) -> None:
     assert set(found) == {"cuda.library", "cuda.linked", "cuda.no-stub", "cuda.embedded"}
 
 
-@pytest.mark.parametrize("architectures", [("90-real",), ("90", "121a"), ("90", "121a-real", "75")])
-def test_other_code_than_asked_fails(
-    tmp_path: Path, toolkit: Toolkit, architectures: tuple[str, ...]
+def test_cuda_artifact_with_other_code_than_requested_fails(
+    tmp_path: Path, toolkit: Toolkit
 ) -> None:
     folder = place(tmp_path / "artifact", elf(("libcudart.so.13",), toolkit.library, CODE))
-    assert verdicts(folder, toolkit, *architectures)["cuda.embedded"] is Verdict.FAILED
+    for architectures in (("90-real",), ("90", "121a"), ("90", "121a-real", "75")):
+        assert verdicts(folder, toolkit, *architectures)["cuda.embedded"] is Verdict.FAILED
 
 
-def test_links_that_lead_elsewhere_fail(tmp_path: Path, toolkit: Toolkit) -> None:
+def test_cuda_artifact_with_links_to_elsewhere_fails(tmp_path: Path, toolkit: Toolkit) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "libcudart.so.13").write_text("another")
@@ -105,15 +105,13 @@ def test_links_that_lead_elsewhere_fail(tmp_path: Path, toolkit: Toolkit) -> Non
         assert verdicts(folder, toolkit, "90", "121a-real")["cuda.linked"] is Verdict.FAILED
 
 
-def test_a_copy_of_the_runtime_beside_the_library_is_right(
-    tmp_path: Path, toolkit: Toolkit
-) -> None:
+def test_cuda_artifact_may_hold_a_copy_of_the_runtime(tmp_path: Path, toolkit: Toolkit) -> None:
     folder = place(tmp_path / "artifact", elf(("libcudart.so.13",), "$ORIGIN", CODE))
     (folder / "libcudart.so.13").write_text("runtime")
     assert verdicts(folder, toolkit, "90", "121a-real")["cuda.linked"] is Verdict.PASSED
 
 
-def test_a_static_runtime_is_unknown_and_a_stub_in_the_run_path_fails(
+def test_cuda_artifact_static_runtime_is_unknown_and_stub_in_run_path_fails(
     tmp_path: Path, toolkit: Toolkit
 ) -> None:
     stub = f"{toolkit.library}/stubs"
@@ -123,14 +121,16 @@ def test_a_static_runtime_is_unknown_and_a_stub_in_the_run_path_fails(
     assert found["cuda.no-stub"] is Verdict.FAILED
 
 
-def test_no_library_fails_and_a_static_program_is_found(tmp_path: Path, toolkit: Toolkit) -> None:
+def test_cuda_artifact_without_library_fails_and_static_program_is_found(
+    tmp_path: Path, toolkit: Toolkit
+) -> None:
     folder = place(tmp_path / "artifact", b"#!/bin/sh\n" + bytes(80), "llama-server")
     assert verdicts(folder, toolkit, "90") == {"cuda.library": Verdict.FAILED}
     place(folder, elf(("libcudart.so.13",), toolkit.library, CODE), "llama-server")
     assert verdicts(folder, toolkit, "90", "121a-real")["cuda.embedded"] is Verdict.PASSED
 
 
-def test_damaged_files_are_named_as_such(tmp_path: Path) -> None:
+def test_elf_reader_reports_damaged_files(tmp_path: Path) -> None:
     whole = elf(("libcudart.so.13",), "$ORIGIN", CODE)
     for cut in (10, 70, 200, len(whole) - 40):
         path = tmp_path / f"cut-{cut}.so"
@@ -144,15 +144,14 @@ def test_damaged_files_are_named_as_such(tmp_path: Path) -> None:
         read_cuda_file(tmp_path / "broken.so")
 
 
-def test_a_damaged_library_fails_as_a_check(tmp_path: Path, toolkit: Toolkit) -> None:
+def test_cuda_artifact_damaged_library_fails_as_a_check(tmp_path: Path, toolkit: Toolkit) -> None:
     whole = elf(("libcudart.so.13",), "$ORIGIN", CODE)
     folder = place(tmp_path / "artifact", whole[:200])
     assert verdicts(folder, toolkit, "90") == {"cuda.library": Verdict.FAILED}
 
 
-@pytest.mark.parametrize(
-    ("embedded", "capability", "code"),
-    [
+def test_cuda_code_that_a_gpu_runs() -> None:
+    rows: list[tuple[set[str], str, str | None]] = [
         ({"sm_90"}, "9.0", "sm_90"),
         ({"sm_80"}, "8.6", "sm_80"),
         ({"sm_86"}, "8.0", None),
@@ -166,16 +165,15 @@ def test_a_damaged_library_fails_as_a_check(tmp_path: Path, toolkit: Toolkit) ->
         ({"compute_90a"}, "12.1", None),
         ({"sm_50", "sm_75", "sm_120"}, "12.1", "sm_120"),
         (set(), "9.0", None),
-    ],
-)
-def test_which_code_a_gpu_runs(embedded: set[str], capability: str, code: str | None) -> None:
-    assert covers(frozenset(embedded), capability) == code
+    ]
+    got = [(e, gpu, covers(frozenset(e), gpu)) for e, gpu, _ in rows]
+    assert got == rows
 
 
 LISTED = "Available devices:\n  CUDA0: NVIDIA H200 (143155 MiB, 141829 MiB free)\n"
 
 
-def test_devices() -> None:
+def test_cuda_devices_are_compared_with_the_driver() -> None:
     gpu = Gpu(index=0, name="NVIDIA H200", compute_capability="9.0", driver="580.1")
     assert parse_devices(LISTED) == (("CUDA0", "NVIDIA H200"),)
     assert parse_devices("Available devices:\n  (none)\n") == ()

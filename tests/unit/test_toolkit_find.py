@@ -59,7 +59,7 @@ def find(ctx: Context, tmp_path: Path, *extra: str, **env: str) -> Found:
     return find_toolkits(replace(ctx, environment={**ctx.environment, **env}), extra, system=system)
 
 
-def test_one_toolkit_by_many_names_is_one(bare: Context, tmp_path: Path) -> None:
+def test_toolkit_with_many_names_is_found_once(bare: Context, tmp_path: Path) -> None:
     root = install(tmp_path / "local" / "cuda-13.0")
     (tmp_path / "local" / "cuda").symlink_to("cuda-13.0")
     found = find(
@@ -77,8 +77,8 @@ def test_one_toolkit_by_many_names_is_one(bare: Context, tmp_path: Path) -> None
     assert "13.0.88 cuda_x/compiler.1" in only.identity
 
 
-@pytest.mark.parametrize("target", ["sbsa-linux", "x86_64-linux"])
-def test_a_wrapper_is_followed_to_the_real_root(bare: Context, tmp_path: Path, target: str) -> None:
+def test_toolkit_wrapper_is_followed_to_the_real_root(bare: Context, tmp_path: Path) -> None:
+    target = "sbsa-linux"
     root = install(tmp_path / "real", target=target)
     wrapper = tmp_path / "bin" / "nvcc"
     wrapper.parent.mkdir()
@@ -92,7 +92,9 @@ def test_a_wrapper_is_followed_to_the_real_root(bare: Context, tmp_path: Path, t
     assert only.faults == ()
 
 
-def test_broken_ones_are_named_with_the_reason(bare: Context, tmp_path: Path) -> None:
+def test_toolkit_that_does_not_work_is_listed_with_the_reason(
+    bare: Context, tmp_path: Path
+) -> None:
     local = tmp_path / "local"
     (local / "cuda-12.8" / "bin").mkdir(parents=True)
     (local / "cuda").symlink_to("cuda-gone")
@@ -105,13 +107,13 @@ def test_broken_ones_are_named_with_the_reason(bare: Context, tmp_path: Path) ->
     found = find(bare, tmp_path, CUDA_HOME=str(tmp_path / "missing"))
     assert found.toolkits == ()
     why = {Path(b.path).parents[1].name: b.why for b in found.broken}
-    assert why["cuda-12.8"] == why["cuda"] == why["missing"] == "there is no nvcc"
+    assert why["cuda-12.8"] == why["cuda"] == why["missing"] == "nvcc not found"
     assert "cannot execute" in why["cuda-13.1"]
-    assert "names no version" in why["cuda-13.3"]
+    assert "prints no version" in why["cuda-13.3"]
     assert why["cuda-13.4"] == "a dangling link"
 
 
-def test_choosing(bare: Context, tmp_path: Path) -> None:
+def test_toolkit_is_chosen_by_version_and_path(bare: Context, tmp_path: Path) -> None:
     local = tmp_path / "local"
     install(local / "cuda-13.0")
     other = install(tmp_path / "opt", "13.0.48")
@@ -132,34 +134,40 @@ def test_choosing(bare: Context, tmp_path: Path) -> None:
     assert "13.2.86" in (error.value.where or "")
 
 
-@pytest.mark.parametrize("lacking", ["libcublas.so", "stubs/libcuda.so", "libcudart.so"])
-def test_a_toolkit_without_a_library_is_not_chosen(
-    bare: Context, tmp_path: Path, lacking: str, monkeypatch: pytest.MonkeyPatch
+def test_toolkit_without_a_library_is_not_chosen(
+    bare: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bakehouse.toolkit.find.SYSTEM_LIBRARIES", ())
-    root = install(tmp_path / "local" / "cuda-13.0")
-    (root / "lib" / lacking).unlink()
-    found = find(bare, tmp_path)
-    assert len(found.toolkits[0].faults) == 1
-    with pytest.raises(HostError):
-        choose(found, "13.0")
+    library = install(tmp_path / "local" / "cuda-13.0") / "lib"
+    for lacking in ("libcublas.so", "stubs/libcuda.so", "libcudart.so"):
+        (library / lacking).rename(tmp_path / "aside")
+        found = find(bare, tmp_path)
+        assert len(found.toolkits[0].faults) == 1, lacking
+        with pytest.raises(HostError):
+            choose(found, "13.0")
+        (tmp_path / "aside").rename(library / lacking)
 
 
-@pytest.mark.parametrize(
-    ("version", "wanted", "fits"),
-    [
-        ("13.0.88", "13.0", True), ("13.0.88", "13.0.88", True), ("13.0.88", "13.0.8", False),
-        ("13.10.1", "13.1", False), ("13.1.80", "13.10", False), ("13.0.88", "", False),
-    ],
-)  # fmt: skip
-def test_satisfies(version: str, wanted: str, fits: bool) -> None:
-    assert satisfies(version, wanted) == fits
-
-
-def test_headers_and_allowed_values() -> None:
+def test_toolkit_versions_are_compared_number_by_number() -> None:
+    rows = {
+        ("13.0.88", "13.0"): True, ("13.0.88", "13.0.88"): True, ("13.0.88", "13.0.8"): False,
+        ("13.10.1", "13.1"): False, ("13.1.80", "13.10"): False, ("13.0.88", ""): False,
+    }  # fmt: skip
+    assert {pair: satisfies(*pair) for pair in rows} == rows
     assert header_version("", "#define CUDART_VERSION  12080\n") == "12.8"
     assert header_version("#define CUDA_VERSION 13020") == "13.2"
     assert header_version("nothing") is None
+
+
+def test_toolkit_architectures_are_parsed() -> None:
+    bad = ("native", "all", "sm_90", "90x", "9", "90-fake", "90-real;80")
+    assert [text for text in bad if parse_architecture(text)] == []
+    embeds = {
+        "90": {"sm_90", "compute_90"}, "121a-real": {"sm_121a"}, "120f-virtual": {"compute_120f"},
+    }  # fmt: skip
+    found = {text: parse_architecture(text) for text in embeds}
+    assert {text: set(made.embeds) for text, made in found.items() if made} == embeds
+    assert [str(made) for made in found.values()] == list(embeds)
     assert compiled_for("'sm_90','sm_100f','sm_9' 'compute_75'") == ("9", "90", "100f")
 
 

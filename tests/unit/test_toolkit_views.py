@@ -1,4 +1,4 @@
-"""A toolkit inside a container, by what was told of it; `test_docker_cuda` has the real one."""
+"""A toolkit inside a container, as it was reported; `test_docker_cuda` has the real one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_toolkit_by_what_was_told_of_it(folder: Path) -> None:
+def test_container_toolkit_is_read_from_its_report(folder: Path) -> None:
     told = Told(folder)
     found = inspect(told, NVCC)
     assert (found.root, found.version, found.headers) == (REAL, "13.0.88", "13.0")
@@ -69,7 +69,7 @@ def test_a_toolkit_by_what_was_told_of_it(folder: Path) -> None:
     assert told.stub is None
 
 
-def test_a_copy_is_told_by_its_bytes(folder: Path, tmp_path: Path) -> None:
+def test_container_toolkit_copy_is_recognised_by_its_bytes(folder: Path, tmp_path: Path) -> None:
     told = Told(folder)
     chosen = inspect(told, NVCC).libraries["cudart"]
     copy = tmp_path / "libcudart.so.13"
@@ -79,20 +79,19 @@ def test_a_copy_is_told_by_its_bytes(folder: Path, tmp_path: Path) -> None:
     assert not told.same(copy, chosen)
 
 
-@pytest.mark.parametrize("lost", ["version", "help"])
-def test_a_compiler_that_fails_is_no_toolkit(folder: Path, lost: str) -> None:
-    (folder / lost).rename(folder / f"{lost}.failed")
-    with pytest.raises(NotAToolkit, match=f"nvcc --{lost} fails"):
-        inspect(Told(folder), NVCC)
+def test_container_toolkit_whose_compiler_fails_is_refused(folder: Path) -> None:
+    for lost in ("help", "version"):
+        (folder / lost).rename(folder / f"{lost}.failed")
+        with pytest.raises(NotAToolkit, match=f"nvcc --{lost} fails"):
+            inspect(Told(folder), NVCC)
 
 
-@pytest.mark.parametrize("library", ["libcublas.so", "stubs/libcuda.so"])
-def test_what_is_not_told_of_is_not_there(folder: Path, library: str) -> None:
-    kept = [ln for ln in (folder / "paths").read_text().splitlines() if not ln.endswith(library)]
+def test_container_toolkit_without_a_library_is_not_complete(folder: Path) -> None:
+    lost = ("libcublas.so", "stubs/libcuda.so")
+    kept = [ln for ln in (folder / "paths").read_text().splitlines() if not ln.endswith(lost)]
     (folder / "paths").write_text("\n".join(kept))
-    assert library.rpartition("/")[2].removeprefix("lib").removesuffix(".so") in str(
-        inspect(Told(folder), NVCC).faults
-    )
+    faults = inspect(Told(folder), NVCC).faults
+    assert [fault.split()[1] for fault in faults] == ["libcublas.so", "libcuda.so"]
 
 
 def recipe(architectures: str) -> Recipe:
@@ -104,7 +103,7 @@ def recipe(architectures: str) -> Recipe:
     )  # fmt: skip
 
 
-def test_native_means_this_machines_gpu_though_a_container_builds(
+def test_container_build_takes_native_as_this_machines_gpu(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = [Gpu(index=0, name="NVIDIA GB10", compute_capability="12.1", driver="580.1")]
@@ -118,5 +117,5 @@ def test_native_means_this_machines_gpu_though_a_container_builds(
     named = for_builder(context, recipe("90-real;121a-real"))
     assert named.build
     assert named.build.cmake["CMAKE_CUDA_ARCHITECTURES"] == "90-real;121a-real"
-    with pytest.raises(HostError, match="there is none to be seen"):
+    with pytest.raises(HostError, match="no GPU was found"):
         for_builder(context, recipe("native"))

@@ -1,4 +1,4 @@
-"""Rules that a configured llama.cpp build has to meet before anything is compiled."""
+"""Rules that a configured llama.cpp build has to pass before anything is compiled."""
 
 from __future__ import annotations
 
@@ -20,68 +20,54 @@ _DOWNLOAD = re.compile(
 
 def generator(configured: Configured, expected: Expected) -> Iterable[Check]:
     """The generator is the planned one."""
-    seen = configured.generator
-    yield check(
-        "configure.generator",
-        expected.generator,
-        seen,
-        configured.cache_path,
-        ok=seen == expected.generator,
-    )
+    yield _same("configure.generator", expected.generator, configured.generator, configured)
+
+
+def build_type(configured: Configured, expected: Expected) -> Iterable[Check]:
+    """The build type is the one asked for."""
+    entry = configured.cache.get("CMAKE_BUILD_TYPE")
+    seen = entry.value if entry else None
+    yield _same("configure.build_type", expected.build_type, seen, configured)
+
+
+def _same(name: str, wanted: str, seen: str | None, configured: Configured) -> Check:
+    return check(name, wanted, seen, configured.cache_path, ok=seen == wanted)
 
 
 def compilers(configured: Configured, expected: Expected) -> Iterable[Check]:
     """Every language is compiled by the planned compiler in the planned version."""
     for language, wanted in expected.compilers.items():
         found = configured.compilers.get(language)
-        seen = f"{found.path} {found.version}" if found else None
-        right = found and found.version == wanted.version and _one_file(found.path, wanted.path)
+        right = (
+            found is not None
+            and found.version == wanted.version
+            and os.path.realpath(found.path) == os.path.realpath(wanted.path)
+        )
         yield check(
             f"configure.compiler.{language}",
             f"{wanted.path} {wanted.version}",
-            seen,
+            f"{found.path} {found.version}" if found else None,
             configured.cache_path,
-            ok=bool(right) if found else None,
+            ok=right,
         )
 
 
-def _one_file(one: str, other: str) -> bool:
-    return one == other or os.path.realpath(one) == os.path.realpath(other)
-
-
-def build_type(configured: Configured, expected: Expected) -> Iterable[Check]:
-    """The build type is the one asked for."""
-    entry = configured.cache.get("CMAKE_BUILD_TYPE")
-    yield check(
-        "configure.build_type",
-        expected.build_type,
-        entry.value if entry else None,
-        configured.cache_path,
-        ok=entry is not None and entry.value == expected.build_type,
-    )
-
-
-def forced(configured: Configured, expected: Expected) -> Iterable[Check]:
-    """What the engine forces holds."""
+def definitions(configured: Configured, expected: Expected) -> Iterable[Check]:
+    """The cache holds every definition as it was passed: the engine's and the recipe's."""
     yield _held("configure.forced", expected.forced, configured)
-
-
-def asked(configured: Configured, expected: Expected) -> Iterable[Check]:
-    """What the recipe asked for holds."""
     if expected.asked:
         yield _held("configure.asked", expected.asked, configured)
 
 
 def _held(id: str, wanted: dict[str, str], configured: Configured) -> Check:  # noqa: A002
-    """One check over definitions: what stands in the cache is what was passed."""
     wrong = []
     for name, value in wanted.items():
         entry = configured.cache.get(name)
         if entry is None or not same(entry.value, value):
             seen = f"{name}={entry.value}" if entry else f"no {name}"
-            wrong.append(f"{seen} in place of {value or 'nothing'}")
+            wrong.append(f"{seen} instead of {value or 'nothing'}")
         elif entry.type == "BOOL" and truth(value) is None:
-            wrong.append(f"{name}={value}, where the project wants ON or OFF")
+            wrong.append(f"{name}={value}, but the project expects ON or OFF")
     return check(
         id,
         f"{len(wanted)} definitions as they were passed",
@@ -92,39 +78,32 @@ def _held(id: str, wanted: dict[str, str], configured: Configured) -> Check:  # 
 
 
 def used(configured: Configured, expected: Expected) -> Iterable[Check]:
-    """The project read every definition of the recipe: one that it did not is a typing error."""
+    """The project reads every definition of the recipe: one that it does not read is a typo."""
     if not expected.asked:
         return
-    unused, where = [], configured.log_path
-    for number, name in _unused(configured.log):
-        if name in expected.asked:
-            unused.append(name)
-            where = configured.line(number) if len(unused) == 1 else where
+    unused = {n: configured.line(at) for at, n in _unused(configured.log) if n in expected.asked}
     for name in sorted(expected.asked):
-        if name not in unused and _only_seems_read(name, configured):
-            where = where if unused else configured.cache_path
-            unused.append(name)
-    said = "it does"
-    if unused:
-        said = "; ".join(f"{name} is not used{_nearest(name, configured)}" for name in unused)
+        if _only_seems_read(name, configured):
+            unused.setdefault(name, configured.cache_path)
+    declared = [n for n, e in configured.cache.items() if e.type not in {"UNINITIALIZED", "STATIC"}]
     yield check(
         "configure.used",
         f"the project reads all {len(expected.asked)} definitions of the recipe",
-        said,
-        where,
+        "; ".join(f"{n} is not used{suggestion(n, declared)}" for n in unused) or "it does",
+        next(iter(unused.values()), configured.log_path),
         ok=not unused,
     )
 
 
 def _only_seems_read(name: str, configured: Configured) -> bool:
-    """Whether nothing in the source knows a name that CMake takes for read."""
+    """Whether a name that CMake counts as read appears nowhere in the source."""
     entry = configured.cache.get(name)
     undeclared = entry is not None and entry.type == "UNINITIALIZED"
     return name.startswith(SEEMS_READ) and undeclared and name not in configured.named
 
 
 def _unused(log: tuple[str, ...]) -> Iterator[tuple[int, str]]:
-    """Names (with line numbers) in CMake's list of definitions that nothing read."""
+    """Line number and name of each entry in CMake's list of unused definitions."""
     inside = False
     for number, line in enumerate(log, 1):
         if _UNUSED.match(line):
@@ -136,17 +115,12 @@ def _unused(log: tuple[str, ...]) -> Iterator[tuple[int, str]]:
             yield number, line.strip()
 
 
-def _nearest(name: str, configured: Configured) -> str:
-    declared = [n for n, e in configured.cache.items() if e.type not in {"UNINITIALIZED", "STATIC"}]
-    return suggestion(name, declared)
-
-
 def no_download(configured: Configured, expected: Expected) -> Iterable[Check]:  # noqa: ARG001
-    """Configure fetched nothing."""
+    """Configure downloaded nothing."""
     found = [(n, ln) for n, ln in enumerate(configured.log, 1) if _DOWNLOAD.search(ln)]
     yield check(
         "configure.no_download",
-        "no line about a download",
+        "no download in the log",
         found[0][1].strip() if found else "none",
         configured.line(found[0][0]) if found else configured.log_path,
         ok=not found if configured.log else None,
@@ -155,26 +129,22 @@ def no_download(configured: Configured, expected: Expected) -> Iterable[Check]: 
 
 def targets(configured: Configured, expected: Expected) -> Iterable[Check]:
     """Every target that will be built exists."""
-    missing = [t for t in expected.targets if t not in configured.targets]
-    said = [f"{name} does not exist{suggestion(name, configured.targets)}" for name in missing]
+    known = configured.targets
+    missing = [
+        f"{name} does not exist{suggestion(name, known)}"
+        for name in expected.targets
+        if name not in known
+    ]
     yield check(
         "configure.targets",
         ", ".join(expected.targets),
-        "; ".join(said) if said else "all exist",
+        "; ".join(missing) or "all exist",
         configured.cache_path,
-        ok=not missing if configured.targets else None,
+        ok=not missing if known else None,
     )
 
 
 RULES: tuple[AcceptRule, ...] = (
-    generator,
-    compilers,
-    build_type,
-    forced,
-    asked,
-    used,
-    targets,
-    no_download,
-    cuda,
-)
-"""All rules, in the order in which they are printed. What a toolkit asks for comes last."""
+    generator, compilers, build_type, definitions, used, targets, no_download, cuda,
+)  # fmt: skip
+"""All rules, in the order in which they are printed."""

@@ -32,32 +32,32 @@ FORCED: Mapping[str, str] = {
     "CMAKE_FIND_USE_PACKAGE_REGISTRY": "OFF",
     "CMAKE_FIND_USE_SYSTEM_PACKAGE_REGISTRY": "OFF",
 }
-"""What a build has to have so that it needs no network, no neighbour, and can be moved."""
+"""What makes a build independent of network and neighbours, and movable."""
 
 DEFAULTS: Mapping[str, str] = {
     "CMAKE_BUILD_TYPE": "Release",
-    # A binary made for the machine that it was built on dies elsewhere, by SIGILL and in silence.
+    # A binary made for the machine that it was built on dies elsewhere, silently, by SIGILL.
     "GGML_NATIVE": "OFF",
-    # Whether the host happens to have OpenSSL's headers must not decide what is built.
+    # OpenSSL's headers on the host must not change what is built.
     "LLAMA_OPENSSL": "OFF",
     "LLAMA_BUILD_TESTS": "OFF",
     "LLAMA_BUILD_EXAMPLES": "OFF",
     "LLAMA_BUILD_APP": "OFF",
 }
-"""What holds where a recipe says nothing."""
+"""Used unless a recipe sets them."""
 
 INSTRUCTIONS: Mapping[str, str] = dict.fromkeys(
     ("GGML_SSE42", "GGML_AVX", "GGML_AVX2", "GGML_BMI2", "GGML_FMA", "GGML_F16C"), "ON"
 )
-"""What llama.cpp chooses for x86_64 by itself, unless SOURCE_DATE_EPOCH is set: then it drops all
-of these, says nothing, and the server is several times slower. So they are named."""
+"""What llama.cpp chooses for x86_64 by itself, unless SOURCE_DATE_EPOCH is set: then it silently
+drops all of these, and the server is several times slower. So they are named."""
 
 OURS: Mapping[str, str] = {
     "CMAKE_C_COMPILER": "set CC in the environment",
     "CMAKE_CXX_COMPILER": "set CXX in the environment",
     "CMAKE_ASM_COMPILER": "set CC in the environment",
-    "CMAKE_C_COMPILER_LAUNCHER": "ccache on PATH is used without being asked",
-    "CMAKE_CXX_COMPILER_LAUNCHER": "ccache on PATH is used without being asked",
+    "CMAKE_C_COMPILER_LAUNCHER": "ccache on PATH is used automatically",
+    "CMAKE_CXX_COMPILER_LAUNCHER": "ccache on PATH is used automatically",
     "CMAKE_MAKE_PROGRAM": "the Ninja beside Python, or on PATH, is used",
     "CMAKE_GENERATOR": "the generator is always Ninja",
     "CMAKE_TOOLCHAIN_FILE": "a toolchain file is not part of the pinned inputs; "
@@ -67,26 +67,26 @@ OURS: Mapping[str, str] = {
     "LLAMA_BUILD_COMMIT": "the stamp comes from the lock",
     "LLAMA_BUILD_NUMBER": "the number comes from the lock",
 }
-"""Definitions that no recipe may set, and what to do in their place."""
+"""Definitions that no recipe may set, and what to do instead."""
 
 SEEMS_READ = "GGML_"
-"""Prefix of names that CMake never calls unused: ggml/CMakeLists.txt reads all that begin so, to
-write them into its package file, a misspelled one among them."""
+"""Prefix of names that CMake never reports as unused: ggml/CMakeLists.txt reads all of them, also
+misspelled ones, to write them into its package file."""
 
 COMPILE_FLAGS = ("CMAKE_C_FLAGS", "CMAKE_CXX_FLAGS", "CMAKE_ASM_FLAGS")
 LINK_FLAGS = ("CMAKE_EXE_LINKER_FLAGS", "CMAKE_SHARED_LINKER_FLAGS", "CMAKE_MODULE_LINKER_FLAGS")
 NO_BUILD_ID = "-Wl,--build-id=none"
-"""A build id hashes what `strip` then removes, so that equal programs would get unequal ids."""
+"""A build id hashes what `strip` removes later, so that equal programs would get different ids."""
 
 
 @dataclass(frozen=True)
 class Extra:
-    """What else takes part in a build: a CUDA toolkit brings one of these."""
+    """What a CUDA toolkit adds to a build."""
 
     definitions: Mapping[str, str] = field(default_factory=dict)
-    """Shape the result: part of the digest, and no recipe may set them otherwise."""
+    """Part of the digest; a recipe may not set other values."""
     paths: Mapping[str, str] = field(default_factory=dict)
-    """Say where things lie: passed, not part of the digest."""
+    """Paths of this machine: passed, not part of the digest."""
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Added to a definition such as CMAKE_CUDA_FLAGS; `{work}` stands for the work folder.
     Not part of the digest."""
@@ -95,15 +95,15 @@ class Extra:
     compilers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """CMake's language to path and version, for acceptance."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Shapes the result: part of the digest."""
+    """Part of the digest."""
     path_environment: Mapping[str, str] = field(default_factory=dict)
-    """Says where things lie: passed, not part of the digest."""
+    """Variables with paths of this machine: passed, not part of the digest."""
     cuda: CudaExpected | None = None
-    """The toolkit, and what acceptance holds CMake's words against."""
+    """The toolkit and what is requested of it, for acceptance."""
     place: str | None = None
-    """The path at which configure and compile see the work folder, where that can be had."""
+    """The path at which configure and compile see the work folder, if it can be mounted."""
     mount: tuple[str, ...] = ()
-    """What is put before a command so that it sees it there; `{work}` is the work folder."""
+    """Arguments before a command that mount it there; `{work}` is the work folder."""
     not_reproducible: str = ""
     """Why two builds of the same inputs may differ."""
 
@@ -113,7 +113,7 @@ NOTHING = Extra()
 
 @dataclass(frozen=True)
 class Refusal:
-    """A definition of the recipe that cannot stand."""
+    """A definition of the recipe that is refused."""
 
     name: str
     message: str
@@ -121,55 +121,51 @@ class Refusal:
 
 
 def value_text(value: str | int | float | bool) -> str:
-    """Give a value as CMake writes it: booleans are ON and OFF."""
+    """Format a value for CMake: booleans are ON and OFF."""
     if isinstance(value, bool):
         return "ON" if value else "OFF"
     return str(value)
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two values mean the same to CMake, which has many words for ON and OFF."""
+    """Whether two values are equal for CMake, which has many words for ON and OFF."""
     return one == other or (truth(one) is not None and truth(one) == truth(other))
 
 
 def truth(value: str) -> bool | None:
-    """Give what CMake's words for ON and OFF mean; None for any other text."""
-    word = value.upper()
-    if word in {"ON", "TRUE", "YES", "Y", "1"}:
-        return True
-    if word in {"OFF", "FALSE", "NO", "N", "0", ""}:
-        return False
-    return None
+    """Parse CMake's words for ON and OFF; None for any other text."""
+    true, false = {"ON", "TRUE", "YES", "Y", "1"}, {"OFF", "FALSE", "NO", "N", "0", ""}
+    return value.upper() in true if value.upper() in true | false else None
 
 
 def refusals(cmake: Mapping[str, str | int | float | bool], extra: Extra) -> tuple[Refusal, ...]:
-    """Find every definition that the recipe may not set, or not so."""
-    found = []
-    for name, value in cmake.items():
-        text = value_text(value)
-        needed = {**FORCED, **extra.definitions, **extra.paths}.get(name)
-        if name in OURS:
-            found.append(Refusal(name, f"{name} is not the recipe's to set", OURS[name]))
-        elif needed is not None and not same(text, needed):
-            message = f"{name} must be {needed}, the recipe says {text}"
-            found.append(Refusal(name, message, "leave it out: it is set for every build"))
-        elif any(char in text for char in "\0\r\n"):
-            found.append(
-                Refusal(name, f"{name} holds a line break or NUL", "CMake cannot keep such a value")
-            )
-        elif text != text.strip(" \t") or (len(text) > 1 and text[0] == text[-1] == "'"):
-            message = f"{name} has blanks or single quotes around its value, which CMake drops"
-            found.append(Refusal(name, message, "leave them out"))
-    return tuple(found)
+    """Find every definition that the recipe may not set, or not to this value."""
+    needed = {**FORCED, **extra.definitions, **extra.paths}
+    checked = ((name, _refusal(name, value_text(cmake[name]), needed.get(name))) for name in cmake)
+    return tuple(Refusal(name, *found) for name, found in checked if found)
+
+
+def _refusal(name: str, text: str, needed: str | None) -> tuple[str, str] | None:
+    """Message and hint for a definition that is refused."""
+    if name in OURS:
+        return f"a recipe cannot set {name}", OURS[name]
+    if needed is not None and not same(text, needed):
+        return f"{name} must be {needed}, not {text}", "leave it out: it is set for every build"
+    if any(char in text for char in "\0\r\n"):
+        return f"{name} contains a line break or NUL", "CMake does not support such a value"
+    if text != text.strip(" \t") or (len(text) > 1 and text[0] == text[-1] == "'"):
+        message = f"{name} has blanks or single quotes around its value, which CMake drops"
+        return message, "leave them out"
+    return None
 
 
 def asked(cmake: Mapping[str, str | int | float | bool]) -> dict[str, str]:
-    """Give the recipe's definitions as text."""
+    """Format the recipe's definitions, sorted by name."""
     return {name: value_text(value) for name, value in sorted(cmake.items())}
 
 
 def stamps(lock: Lock) -> dict[str, str]:
-    """What the engine has to report as its commit and number."""
+    """Commit and build number that the engine has to report."""
     return {"LLAMA_BUILD_COMMIT": lock.stamp, "LLAMA_BUILD_NUMBER": str(lock.build_number)}
 
 
@@ -191,11 +187,10 @@ def for_this_cpu(merged: Mapping[str, str]) -> bool:
 
 
 def git_stand_in(lock: Lock) -> str:
-    """Source of the `git` that the tree gets to see.
+    """Source of a `git` that reports the pin and nothing else.
 
-    llama.cpp asks Git for its commit while it is configured. The tree has no history, and a
-    repository around the cache folder would answer in its place; so it gets this program, which
-    reports the pin and knows nothing else.
+    llama.cpp runs Git for its commit while it is configured. The tree has no history, and a
+    repository around the cache folder would answer instead.
     """
     return f"""#!/bin/sh
 # The pinned source's answers to what a build asks of Git.

@@ -1,4 +1,4 @@
-"""What a CUDA toolkit brings to a llama.cpp build, and the rules by which it is accepted."""
+"""What a CUDA toolkit adds to a llama.cpp build, and the rule that accepts it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bakehouse.recipe.model import Recipe
 from bakehouse.toolchain import Tools
 from bakehouse.toolkit.accept import UNVERIFIED, accept_configure, refuse
 from bakehouse.toolkit.force import force
-from bakehouse.toolkit.settle import Settled, settle, with_architectures
+from bakehouse.toolkit.settle import settle, with_architectures
 from bakehouse.toolkit.types import Requested
 
 PLACE = "/tmp/bakehouse-build"  # noqa: S108 - only a mount point, in a namespace of our own
@@ -27,53 +27,59 @@ PROBE_S = 10.0
 
 
 def fixed_place(ctx: Context) -> str:
-    """Why the work folder cannot be mounted at PLACE on this machine; empty where it can."""
+    """Why the work folder cannot be mounted at PLACE on this machine; empty if it can."""
     argv = (*mounting(PLACE), "true")
     said = ctx.processes.capture(argv, env=environment(), timeout=PROBE_S)
     return "" if said.ok else (said.err.strip().splitlines() or [f"exit code {said.code}"])[0]
 
 
 def mounting(folder: str) -> tuple[str, ...]:
-    """Give what goes before a command that shall see a folder at PLACE."""
+    """Give the arguments before a command that has to see a folder at PLACE."""
     return (sys.executable, "-I", "-S", str(Path(fixed_path.__file__)), folder, PLACE, "--")
 
 
-def cuda_extra(
-    recipe: Recipe, settled: Settled, tools: Tools, *, builds: str, why_not: str = ""
-) -> Extra:
-    """Give what forces one toolkit; `recipe` is what `settle.with_architectures` made.
+def prepared(
+    ctx: Context, recipe: Recipe, lock: Lock, tools: Tools, *, make: bool
+) -> tuple[Recipe, Extra]:
+    """Give what `plan_build` takes: the recipe as built here, and what the toolkit adds.
 
-    `why_not` says why the work folder cannot be mounted at a fixed path; `builds` is then the
-    folder whose path the objects will carry.
+    `plan` only describes (`make=False`); `build` and `serve` install a toolkit from PyPI first.
+    Both give the same digest. Raises what `toolkit.settle.settle` raises.
     """
+    settled = settle(ctx, recipe, lock.toolkit, make=make)
+    if settled is None:
+        return recipe, NOTHING
+    recipe = with_architectures(recipe, settled)
+    # Without a fixed path, the objects carry the path of the builds folder.
+    why_not = fixed_place(ctx)
     forced = force(
         settled.toolkit,
         host_compiler=tools.cxx.path,
         search_path=tools.search_path,
         hides_nvcc=lambda folder: os.path.exists(os.path.join(folder, "nvcc")),
     )
-    cmake = recipe.build.cmake if recipe.build else {}
     requested = Requested(
-        version=settled.version, architectures=settled.architectures, definitions=asked(cmake)
+        version=settled.version,
+        architectures=settled.architectures,
+        definitions=asked(recipe.build.cmake if recipe.build else {}),
     )
-    return Extra(
+    reason = f"nvcc writes the folder's path into what it makes, and {why_not}" if why_not else ""
+    return recipe, Extra(
         paths=forced.definitions,
         flags=forced.flags,
-        tools={"cuda": settled.identity, "path": builds if why_not else PLACE},
+        tools={"cuda": settled.identity, "path": str(ctx.places.builds) if why_not else PLACE},
         # No `compilers`: CMake 3.25's file API gives no version for CUDA (seen); its log does, and
-        # the rule below holds compiler and version against the toolkit.
+        # the rule below compares compiler and version with the toolkit.
         path_environment=forced.environment,
         cuda=CudaExpected(toolkit=settled.toolkit, requested=requested),
         place=None if why_not else PLACE,
         mount=() if why_not else mounting("{work}"),
-        not_reproducible=f"nvcc writes the folder's path into what it makes, and {why_not}"
-        if why_not
-        else "",
+        not_reproducible=reason,
     )
 
 
 def cuda(configured: Configured, expected: Expected) -> Iterable[Check]:
-    """Rule: CMake's own words prove a right CUDA build."""
+    """Rule: CMake's log and cache prove a correct CUDA build."""
     if expected.cuda is None:
         return ()
     cache = "\n".join(f"{n}:{e.type}={e.value}" for n, e in configured.cache.items())
@@ -91,7 +97,7 @@ def _requested(configured: Configured, cuda: CudaExpected) -> Requested:
 
 
 def refuse_cuda(configured: Configured, expected: Expected, checks: tuple[Check, ...]) -> None:
-    """Raise BuildFailed with CMake's two lines, both paths and the mend, if a CUDA check failed."""
+    """Raise BuildFailed with CMake's two lines, both paths and the fix, if a CUDA check failed."""
     if expected.cuda is not None:
         of_cuda = tuple(c for c in checks if c.id.startswith("cuda."))
         requested = _requested(configured, expected.cuda)
@@ -99,21 +105,5 @@ def refuse_cuda(configured: Configured, expected: Expected, checks: tuple[Check,
 
 
 def decisive(checks: Iterable[Check]) -> tuple[Check, ...]:
-    """Those that have to pass; a recipe that switched nvcc's own check off stays unverified."""
+    """Those that have to pass: a recipe may switch off nvcc's own check, and is unverified then."""
     return tuple(c for c in checks if c.id != UNVERIFIED)
-
-
-def prepared(
-    ctx: Context, recipe: Recipe, lock: Lock, tools: Tools, *, make: bool
-) -> tuple[Recipe, Extra]:
-    """Give what `plan_build` takes: the recipe as built here, and what the toolkit brings.
-
-    `plan` only describes (`make=False`); `build` and `serve` have a toolkit that is to be provided
-    laid out first. Both give the same digest. Raises what `toolkit.settle.settle` raises.
-    """
-    settled = settle(ctx, recipe, lock.toolkit, make=make)
-    if settled is None:
-        return recipe, NOTHING
-    built = with_architectures(recipe, settled)
-    why_not = fixed_place(ctx)
-    return built, cuda_extra(built, settled, tools, builds=str(ctx.places.builds), why_not=why_not)

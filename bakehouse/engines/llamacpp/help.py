@@ -1,7 +1,7 @@
-"""What a llama-server's own `--help` says of its flags, and whether a command agrees. Pure.
+"""Check a command against llama-server's own `--help`. Pure.
 
-Form as build 11434 prints it: flags first, a column of text from 40 on; a flag that was taken out
-is still listed, with the words "the argument has been removed", and is fatal.
+Format of build 11434: flags first, text from column 40 on; a removed flag is still listed, with
+the words "the argument has been removed", and is fatal.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from bakehouse.engines.llamacpp.server import spelling
 from bakehouse.util.text import suggestion
 
 COLUMN = 40
-"""Where the text of an entry begins; where its flags are too long, on the next line."""
+"""Column of an entry's text; on the next line if its flags are too long."""
 SECTION = "----- example-specific params -----"
 """The last of the sections."""
 LAST = (
     "--spec-default", "--vision-gemma-12b-default", "--vision-gemma-4b-default",
     "--gpt-oss-120b-default", "--gpt-oss-20b-default", "--fim-qwen-30b-default",
 )  # fmt: skip
-"""Flags one of which ends the text in the builds that are known, newest first."""
+"""The last flag of the text in the known builds, newest first."""
 _FLAG = re.compile(r"(-{1,2}[A-Za-z][\w.-]*)(?:,\s+|\s|$)")
 _REMOVED = re.compile(r"has been removed\.?\s*(.*)", re.DOTALL)
 _ENVIRONMENT = re.compile(r"\(env: \w+\)")
@@ -39,21 +39,21 @@ class Entry:
 
     @property
     def removed(self) -> str | None:
-        """What the text advises in place of a flag that was taken out; None for a living one."""
+        """Advice for a removed flag, perhaps empty; None for any other flag."""
         found = _REMOVED.search(self.text)
         return _ENVIRONMENT.sub("", found[1]).strip() if found else None
 
 
 @dataclass(frozen=True)
 class Help:
-    """All that was printed. An incomplete text proves of no flag that it is absent."""
+    """All entries. An incomplete text does not prove that a flag is missing."""
 
     entries: dict[str, Entry]
     complete: bool
 
 
 def parse_help(text: str) -> Help:
-    """Read the text of `--help`."""
+    """Parse the text of `--help`."""
     entries: dict[str, Entry] = {}
     last: Entry | None = None
     for line in text.splitlines():
@@ -84,9 +84,9 @@ def _entry(line: str) -> Entry:
 
 
 def judge_flags(argv: Sequence[str], known: Help, where: str) -> tuple[Check, ...]:
-    """Judge every flag of a command; one check for all that are there, one for each that is not.
+    """Check every flag of a command: one check for all known flags, one for each unknown flag.
 
-    `argv[0]` is the program. A flag that an incomplete text does not name is unknown.
+    `argv[0]` is the program. A flag that an incomplete text does not list is unknown.
     """
     good, found = [], []
     index = 1
@@ -116,12 +116,12 @@ def _missing(flag: str, entry: Entry | None, known: Help, where: str) -> Check:
         if entry.removed:
             observed += f": {entry.removed}"
     elif value and spelling(name) in known.entries:
-        observed = f"'{flag}' is no flag: write the value as the next argument, {name} {value}"
+        observed = f"'{flag}' is not a flag: write the value as the next argument, {name} {value}"
     else:
-        observed = f"there is no {flag}{_nearest(name, known.entries)}"
+        observed = f"unknown flag {flag}{_nearest(name, known.entries)}"
     ok = False if entry is not None or known.complete else None
     if ok is None:
-        observed += ", in a text that stops before its end"
+        observed += ", but --help stopped before its end"
     return check(f"flag.{name.lstrip('-')}", f"{name} in the server's own --help", observed, where,
                  ok=ok)  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""What readiness adds to a llama-server command, what it refuses there, what the command asks for.
+"""llama-server's command: flags that are refused, flags that are added, features it asks for.
 
 Flags as in llama.cpp build 11434 (`common/arg.cpp`): a flag takes its value as the next argument,
 `_` and `-` are the same inside a long flag, and the last of two wins, so a second `--port` would
-silently move the server away from where it is proven.
+silently move the server away from the address that is verified.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OWNED: dict[str, str] = {
         _DOWNLOADS,
     ),
 }  # fmt: skip
-"""Flags that a recipe's command must not hold, and what to do in place of each."""
+"""Flags that a recipe's command must not contain, and what to do instead of each."""
 
 FREE_TEXT = frozenset(
     {"--chat-template", "--chat-template-kwargs", "--grammar", "-j", "--json-schema", "--tags",
@@ -68,7 +68,7 @@ REFUSED_ENVIRONMENT = ("LLAMA_", "AIP_", "HF_")
 
 LEVEL = ("-lv", "--verbosity", "--log-verbosity")
 EVIDENCE_LEVEL = 4
-"""The first level of the log that tells of layers on the GPU and of the attention used."""
+"""The first level of the log that reports layers on the GPU and the attention used."""
 VERBOSITY = (*LEVEL, "-v", "--verbose", "--log-verbose")
 
 
@@ -79,28 +79,28 @@ def spelling(argument: str) -> str:
 
 
 def flags(argv: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
-    """Give each flag of a command, as `spelling` gives it, with the argument that follows it.
+    """Parse a command: each flag, as `spelling` gives it, with its value or the next argument.
 
-    `argv[0]` is the program. A value that looks like a flag is read as one, save after a flag that
-    takes free text: being too strict costs a clear error, being too lax a server that is elsewhere.
+    `argv[0]` is the program. A value that looks like a flag counts as one, except after a flag that
+    takes free text: too strict costs a clear error, too lax a server at another address.
     """
     found: list[tuple[str, str | None]] = []
-    after_text = False
-    for index, argument in enumerate(argv[1:], start=1):
-        if after_text or not argument.startswith("-") or argument == "-":
-            after_text = False
+    free_text = False
+    for argument, following in zip(argv[1:], [*argv[2:], None], strict=False):
+        if free_text or not argument.startswith("-") or argument == "-":
+            free_text = False
             continue
-        flag = spelling(argument)
-        if "=" in argument:
-            found.append((flag, argument.partition("=")[2]))
-            continue
-        found.append((flag, argv[index + 1] if index + 1 < len(argv) else None))
-        after_text = flag in FREE_TEXT
+        flag, equals, value = spelling(argument), *argument.partition("=")[1:]
+        found.append((flag, value if equals else following))
+        free_text = not equals and flag in FREE_TEXT
     return tuple(found)
 
 
-def refuse(command: Sequence[str], recipe: Recipe, origin: Origin) -> None:
+def refuse(
+    command: Sequence[str], recipe: Recipe, origin: Origin, lock: Lock | None = None
+) -> None:
     """Raise RecipeError, exit 2, for flags and variables that Bakehouse sets itself."""
+    del lock  # what a command may contain does not depend on pins here
     given = flags(command)
     faults = [
         origin.fault(f"serve.command must not hold {flag}", OWNED[flag])
@@ -109,8 +109,8 @@ def refuse(command: Sequence[str], recipe: Recipe, origin: Origin) -> None:
     faults += [
         origin.fault(
             f"serve.env must not hold {name}",
-            "llama-server reads it in place of a flag, or as a token; write the flag in "
-            "serve.command, where it can be seen",
+            "llama-server reads it instead of a flag, or as a token; write the flag in "
+            "serve.command",
         )
         for name in recipe.serve.env
         if name.startswith(REFUSED_ENVIRONMENT)
@@ -118,7 +118,7 @@ def refuse(command: Sequence[str], recipe: Recipe, origin: Origin) -> None:
     faults += [
         origin.fault(
             f"serve.command lowers {flag} to {value}",
-            f"Bakehouse reads the log for evidence; {EVIDENCE_LEVEL} or more, or leave it out",
+            f"Bakehouse reads the log for evidence; use {EVIDENCE_LEVEL} or more, or leave it out",
         )
         for flag, value in given
         if flag in LEVEL and value and value.lstrip("-").isdigit() and int(value) < EVIDENCE_LEVEL
@@ -132,16 +132,16 @@ def refuse(command: Sequence[str], recipe: Recipe, origin: Origin) -> None:
             )
         )
     if faults:
-        raise RecipeError("the command sets what Bakehouse has to set itself", faults)
+        raise RecipeError("the command sets flags that Bakehouse has to set itself", faults)
 
 
 def additions(
     command: Sequence[str], *, name: str, host: str, port: int, slots: int, key_file: str | None
 ) -> tuple[tuple[str, ...], int]:
-    """Give the arguments that readiness needs and the index, among them, of the alias.
+    """Give the arguments that readiness needs, and the index of the alias among them.
 
-    In the alias `{nonce}` stands where the nonce of the run will be. The engine keeps its aliases
-    sorted and shows the first as the model's id: `~` sorts behind every name.
+    In the alias `{nonce}` stands for the nonce of the run. The engine sorts its aliases and shows
+    the first as the model's id: `~` sorts behind every name.
     """
     added = [
         "--alias", f"{name},{NONCE_ALIAS}{{nonce}}",
@@ -159,9 +159,9 @@ def additions(
 
 
 class Features(Asked):
-    """What a llama-server has to be, so that it is the one that the recipe asks for.
+    """What a llama-server has to show to be the one that the recipe asks for.
 
-    The context counts over all slots.
+    The context is the sum over all slots.
     """
 
     build_info: str | None = None
@@ -169,20 +169,21 @@ class Features(Asked):
     chat: bool = False
     multimodal: bool = False
     speculation_lacks: str | None = None
-    """What the command lacks, where the engine would then serve without speculating."""
+    """What is missing from the command, if the engine would silently serve without speculating."""
     gpu_layers: int | None = None
-    """At least so many layers on the GPU, or all of the model's where it has fewer."""
+    """Minimum number of layers on the GPU; all of the model's if it has fewer."""
     cpu: bool = False
-    """No layer on the GPU is what the recipe asks for."""
+    """Whether the recipe asks for no layer on the GPU."""
     flash_attn: str | None = None
     """`on` or `off`."""
 
 
 def features(recipe: Recipe, lock: Lock, command: Sequence[str], model_path: str) -> Features:
-    """Derive what to expect, from the recipe's keys and from the command itself, which is wider."""
+    """Derive what to expect from the recipe's keys and from the command."""
     given = {flag: value for flag, value in flags(command) if value is not None}
     questions = recipe.probe.facts.questions
     spec = speculation(recipe, given)
+    layers = _layers(recipe, given)
     attention = recipe.serve.flash_attn or given.get("-fa") or given.get("--flash-attn")
     return Features(
         name=recipe.name,
@@ -194,8 +195,8 @@ def features(recipe: Recipe, lock: Lock, command: Sequence[str], model_path: str
         multimodal=recipe.weights.projector is not None,
         speculation=spec,
         speculation_lacks=_lacks(spec, given) if spec else None,
-        gpu_layers=_layers(recipe, given),
-        cpu=_on_the_cpu(recipe, given),
+        gpu_layers=layers or None,
+        cpu=layers == 0,
         flash_attn=attention if attention in {"on", "off"} else None,
         key=recipe.serve.api_key is not None,
     )
@@ -203,11 +204,11 @@ def features(recipe: Recipe, lock: Lock, command: Sequence[str], model_path: str
 
 DRAFT_FLAGS = frozenset({"-md", "--model-draft", "--spec-draft-model"})
 WITH_DRAFTER = frozenset({"draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark"})
-"""Modes that draft with a model in a file of its own."""
+"""Modes that draft with a second model file."""
 
 
 def speculation(recipe: Recipe, given: Mapping[str, str]) -> str | None:
-    """Give the speculation that a recipe or its command asks for; None for none."""
+    """Give the speculation that a recipe or its command asks for, if any."""
     spec = recipe.serve.speculation or given.get("--spec-type")
     if not spec and given.keys() & DRAFT_FLAGS:
         spec = "draft"
@@ -215,7 +216,7 @@ def speculation(recipe: Recipe, given: Mapping[str, str]) -> str | None:
 
 
 def _lacks(spec: str, given: Mapping[str, str]) -> str | None:
-    """Say what a command lacks; a drafter's file may name its own mode, so this is no refusal."""
+    """Describe what is missing; not refused, since a drafter's file may name its own mode."""
     drafter = bool(given.keys() & DRAFT_FLAGS)
     if drafter and "--spec-type" not in given:
         return "-md without --spec-type serves without speculating; add --spec-type draft-simple"
@@ -223,12 +224,12 @@ def _lacks(spec: str, given: Mapping[str, str]) -> str | None:
     if modes and not drafter:
         return f"{modes[0]} without -md serves without speculating; add -md and the drafter's file"
     if "--spec-type" not in given:
-        return f"serve.speculation is {spec}, and the command holds no --spec-type"
+        return f"serve.speculation is {spec}, but the command has no --spec-type"
     return None
 
 
 def _whole(given: dict[str, str], *names: str) -> int | None:
-    """Read a positive whole number; 0 and anything else asks for nothing that can be judged."""
+    """Parse a positive whole number; None for 0 and anything else, which cannot be checked."""
     for name in names:
         if (value := given.get(name, "")).isdigit():
             return int(value) or None
@@ -239,21 +240,17 @@ GPU_LAYERS = ("-ngl", "--gpu-layers", "--n-gpu-layers")
 
 
 def _layers(recipe: Recipe, given: dict[str, str]) -> int | None:
+    """Layers on the GPU that the recipe or its command asks for, 0 for the CPU alone."""
     if recipe.serve.gpu_layers is not None:
-        return recipe.serve.gpu_layers or None
-    if any(given.get(name) == "all" for name in GPU_LAYERS):
+        return recipe.serve.gpu_layers
+    values = [given[name] for name in GPU_LAYERS if name in given]
+    if "all" in values:
         return 10**6
-    return _whole(given, *GPU_LAYERS)
-
-
-def _on_the_cpu(recipe: Recipe, given: dict[str, str]) -> bool:
-    if recipe.serve.gpu_layers is not None:
-        return recipe.serve.gpu_layers == 0
-    return any(given.get(name) == "0" for name in GPU_LAYERS)
+    return _whole(given, *GPU_LAYERS) or (0 if "0" in values else None)
 
 
 def expectations(asked: Features) -> tuple[str, ...]:
-    """Say in words what readiness will ask of the server."""
+    """Describe the checks of readiness; part of the digest of a serve plan."""
     said = [
         "the nonce of the run comes back in /v1/models, from our child's own socket",
         '/health answers 200 {"status": "ok"}, before the probe and after it',

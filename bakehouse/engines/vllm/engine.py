@@ -7,7 +7,7 @@ from typing import Any
 
 from bakehouse.checks import Check
 from bakehouse.engines.engine import Answer, Asked
-from bakehouse.engines.vllm import evidence
+from bakehouse.engines.vllm import evidence, flags
 from bakehouse.engines.vllm import server as server_
 from bakehouse.engines.vllm.environment import ENVIRONMENT, OFFLINE
 from bakehouse.engines.vllm.server import Features
@@ -33,6 +33,11 @@ class Vllm:
     def served(self, weights: Paths) -> str:
         """Give the folder that it names as the model's root."""
         return weights.path
+
+    def arguments(self, command: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
+        """Parse a command: each flag by its long spelling, with its first value."""
+        found = flags.read(command).flags.items()
+        return tuple((flag, values[0] if values else None) for flag, values in found)
 
     def refuse(
         self, command: Sequence[str], recipe: Recipe, origin: Origin, lock: Lock | None = None
