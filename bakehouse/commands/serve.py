@@ -26,7 +26,7 @@ from bakehouse.outcome import Outcome
 from bakehouse.patches import for_run, standing
 from bakehouse.patches.standing import Standing
 from bakehouse.plan.types import BuildPlan, ImagePlan, ServePlan
-from bakehouse.plan.whole import make_plan, survey
+from bakehouse.plan.whole import make_plan, provide_toolkit, survey
 from bakehouse.preflight import combinations
 from bakehouse.preflight.admit import admit, refuse_by_size
 from bakehouse.probe.golden import known_of
@@ -199,13 +199,14 @@ def wanted_server(
 def prepare(ctx: Context, wanted: Wanted, options: Options, record: Run) -> Wanted:
     """Fetch and build what is wanted; give what can be launched. Raises as `run` does."""
     risk = options.accept_memory_risk
-    _early(ctx, wanted, record, risk)
+    gpus = _capabilities(ctx, wanted)
+    _early(ctx, wanted, record, risk, gpus)
     weights = ensure_weights(ctx, wanted.loaded, wanted.lock)
     files = {role: paths.files for role, paths in weights.items()}
-    _admit(ctx, wanted, files, record, risk)
+    _admit(ctx, wanted, files, record, risk, gpus)
     if isinstance(wanted.build, ImagePlan):
         return wanted.of(ensure_image(ctx, wanted.loaded, wanted.lock, wanted.build, record))
-    survey(ctx, wanted.recipe, wanted.lock, make=True)
+    provide_toolkit(ctx, wanted.recipe, wanted.lock)
     ensure_build(ctx, wanted.lock, wanted.build, record)
     _able(ctx, wanted, wanted.build, record)
     return wanted
@@ -218,7 +219,14 @@ def bring(ctx: Context, wanted: Wanted, options: Options, record: Run, questions
     return bring_up(ctx, order, lambda endpoint: questions(endpoint, known), record)
 
 
-def _early(ctx: Context, wanted: Wanted, record: Run, risk: str) -> None:
+def _capabilities(ctx: Context, wanted: Wanted) -> tuple[str, ...]:
+    """Compute capabilities of this machine's GPUs, if the server is to use one."""
+    cuda = wanted.build.expected.cuda if isinstance(wanted.build, BuildPlan) else None
+    on_gpu = cuda or (wanted.plan.container and wanted.plan.container.gpus)
+    return tuple(g.compute_capability for g in read_gpus(ctx.processes)) if on_gpu else ()
+
+
+def _early(ctx: Context, wanted: Wanted, record: Run, risk: str, gpus: Sequence[str]) -> None:
     """Refuse before a fetch and a build that may take hours what is plain already.
 
     A taken port, what is known to be bad, weights that are larger than all the memory there is.
@@ -226,7 +234,7 @@ def _early(ctx: Context, wanted: Wanted, record: Run, risk: str) -> None:
     alive = look(wanted.folder).alive
     if not alive:
         refuse_taken(wanted.plan.host, wanted.plan.port)
-    _known_bad(ctx, wanted, record)
+    _known_bad(ctx, wanted, record, gpus)
     refuse_offline(ctx, wanted.lock)
     if not alive and not risk:
         found = locate(ctx.places, wanted.loaded.folder, wanted.recipe, wanted.lock)
@@ -235,12 +243,14 @@ def _early(ctx: Context, wanted: Wanted, record: Run, risk: str) -> None:
 
 
 def _known_bad(
-    ctx: Context, wanted: Wanted, record: Run, types: frozenset[str] = frozenset()
+    ctx: Context,
+    wanted: Wanted,
+    record: Run,
+    gpus: Sequence[str],
+    types: frozenset[str] = frozenset(),
 ) -> None:
     """Refuse or warn by what is known: first without the weights' headers, then with them."""
     cuda = wanted.build.expected.cuda if isinstance(wanted.build, BuildPlan) else None
-    on_gpu = cuda or (wanted.plan.container and wanted.plan.container.gpus)
-    gpus = [gpu.compute_capability for gpu in read_gpus(ctx.processes)] if on_gpu else []
     found = combinations.known_bad(
         wanted.loaded,
         lock=wanted.lock,
@@ -267,7 +277,12 @@ def _able(ctx: Context, wanted: Wanted, build: BuildPlan, record: Run) -> None:
 
 
 def _admit(
-    ctx: Context, wanted: Wanted, files: Mapping[str, Sequence[str]], record: Run, risk: str
+    ctx: Context,
+    wanted: Wanted,
+    files: Mapping[str, Sequence[str]],
+    record: Run,
+    risk: str,
+    gpus: Sequence[str],
 ) -> None:
     """Refuse weights that cannot serve, and what does not fit, before a build that may take long.
 
@@ -279,7 +294,7 @@ def _admit(
                       risk_accepted=bool(risk))  # fmt: skip
     record.fact("preflight", [check.to_data() for check in admission.checks])
     record.fact("memory", admission.budget.to_data())
-    _known_bad(ctx, wanted, record, admission.types)
+    _known_bad(ctx, wanted, record, gpus, admission.types)
     if risk:
         record.fact("memory_risk_accepted", risk)
 

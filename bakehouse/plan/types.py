@@ -1,38 +1,39 @@
-"""The plan: every step that `build` and `serve` would take, pure and printable.
+"""Plan types: every step of `build` and `serve`, pure and printable.
 
-Nothing here runs or reads anything. The digest covers all that can change what a build makes, and
-nothing that cannot: not jobs, caches, ports, run ids or log paths.
+The digest covers everything that can change what a build makes, and nothing else: not jobs, caches,
+ports, run ids or log paths.
 """
 
 from __future__ import annotations
 
 from bakehouse.base import Frozen, digest
 from bakehouse.engines.configured import Expected
+from bakehouse.engines.vllm.able import RequiredCapabilities
 from bakehouse.lock import ImagePin
 from bakehouse.ports.docker import ContainerSpec
 
 ARTIFACT_RECORD = "build.json"
-"""In the artifact's folder, written last: its name tells that an artifact is there."""
+"""In the artifact's folder, written last: an artifact without it is incomplete."""
 
 
 class Step(Frozen):
-    """One thing that is done. Steps that run no command have an empty `argv`."""
+    """One step. Steps that run no command have an empty `argv`."""
 
     id: str
     title: str
     argv: tuple[str, ...] = ()
     env: dict[str, str] = {}
-    """What the step adds to the allowlisted environment."""
+    """Added to the allowlisted environment."""
     cwd: str | None = None
     expects: tuple[str, ...] = ()
-    """Evidence that has to be there afterwards, in words."""
+    """Evidence required afterwards, as text."""
 
 
 class BuildInputs(Frozen):
-    """All that can change the bytes of an artifact. The build digest is this value's digest."""
+    """Everything that can change the bytes of an artifact; the build digest is its digest."""
 
     rules: int
-    """Version of how Bakehouse builds; raised when the same inputs would give other bytes."""
+    """Raised when the same inputs would give other bytes."""
     engine: str
     source_tree: str
     stamp: str
@@ -43,9 +44,9 @@ class BuildInputs(Frozen):
     definitions: dict[str, str]
     """CMake definitions as they are passed, prefix maps left out."""
     tools: dict[str, str]
-    """Name to identity (version line, target) of every tool that shapes output, libc included."""
+    """Name to identity (version line, target) of every tool that affects output, libc included."""
     cpu: str | None = None
-    """The host's CPU, where the build is made for it (GGML_NATIVE)."""
+    """The host's CPU, if the build is for it (GGML_NATIVE)."""
     environment: dict[str, str] = {}
 
     @property
@@ -55,107 +56,88 @@ class BuildInputs(Frozen):
 
 
 class BuildPlan(Frozen):
-    """How an artifact is made."""
+    """How to build an artifact."""
 
     digest: str
     inputs: BuildInputs
     expected: Expected
-    """What acceptance compares the configured build with."""
+    """What CMake must configure."""
     steps: tuple[Step, ...]
     work: str
-    """The folder that it is made in. A second build at the same time takes the next one."""
+    """The work folder. A second build at the same time uses the next one."""
     artifact: str
-    """The folder that the artifact is renamed to, last."""
+    """The artifact's final folder."""
     server: str
     """Path of the server's binary inside the finished artifact."""
     place: str | None = None
-    """Where configure and compile see the work folder, if not where it is."""
+    """Where configure and compile see the work folder, if it is mounted elsewhere."""
     not_reproducible: str = ""
-    """Why two builds of the same inputs may differ; empty where they do not."""
+    """Why two builds of the same inputs may differ; empty if they do not."""
 
     def bare(self, id: str) -> tuple[str, ...]:  # noqa: A002
-        """Give a step's command without what mounts the work folder for it."""
+        """Return a step's command without the part that mounts the work folder."""
         argv = self.step(id).argv
         return argv[argv.index("--") + 1 :] if self.place and "--" in argv else argv
 
     def roots(self) -> tuple[str, ...]:
-        """Every name of the source and work folders that tools may print, longest first."""
+        """Return every name of the source and work folders that tools may print, longest first."""
         folders = [self.work, *([self.place] if self.place else [])]
         return (*(f"{folder}/src" for folder in folders), "../src", *folders)
 
     def step(self, id: str) -> Step:  # noqa: A002
-        """Give a step by its id; KeyError where there is none."""
+        """Return a step by its id. Raises KeyError."""
         return {step.id: step for step in self.steps}[id]
 
 
-class Asks(Frozen):
-    """What a vLLM image has to be able of; the architectures stand in the weights' config.json."""
-
-    roles: tuple[str, ...] = ("model",)
-    """Weights whose architectures the image has to know."""
-    overridden: dict[str, tuple[str, ...]] = {}
-    """By role: architectures that the command puts in the place of those."""
-    reasoning_parser: str | None = None
-    tool_parser: str | None = None
-    speculation: str | None = None
-    """The speculative method."""
-    compute_capability: str | None = None
-    """Of the GPU that the recipe is for."""
-
-
 class ImagePlan(Frozen):
-    """How an image comes to be here, and what it is asked before it counts as able."""
+    """How to pull or build an image, and what it must support."""
 
     digest: str
     """Covers everything that can change the image's content."""
     image: str
-    """What it is run by: NAME@sha256:…, an id, or the tag of the one that is built."""
+    """The name that it is run by: NAME@sha256:…, an id, or the tag of a built image."""
     arch: str
     pins: dict[str, ImagePin]
-    """By role: what is pulled."""
+    """By role: the images to pull."""
     server: str
     """The engine's command inside the image."""
     dockerfile: str | None = None
-    """Text of the Dockerfile, where an image is built."""
+    """Text of the Dockerfile, if the image is built."""
     args: dict[str, str] = {}
     labels: dict[str, str] = {}
-    asks: Asks | None = None
+    asks: RequiredCapabilities | None = None
+    """What the image must support; None for an image without vLLM."""
     steps: tuple[Step, ...]
     not_reproducible: str = ""
 
     @property
     def pin(self) -> ImagePin:
-        """The image that is run, or the one that the built image starts from."""
+        """The image that is run, or the base of the built one."""
         return self.pins["image"] if "image" in self.pins else self.pins["runtime"]
 
     def step(self, id: str) -> Step:  # noqa: A002
-        """Give a step by its id; KeyError where there is none."""
+        """Return a step by its id. Raises KeyError."""
         return {step.id: step for step in self.steps}[id]
 
 
 class ServePlan(Frozen):
-    """How a server is launched and what it has to prove."""
+    """How to launch a server, and what it must prove."""
 
     name: str
     argv: tuple[str, ...]
     late: tuple[int, ...] = ()
-    """Places in `argv` at which `{nonce}` stands for the run's nonce. Anywhere else it is text."""
+    """Indexes in `argv` at which `{nonce}` means the run's nonce; elsewhere it is text."""
     env: dict[str, str]
     host: str
     port: int
-    """0 lets the system choose; the port is then read from the server's own socket."""
+    """0 lets the system choose; the port is then read from the server's socket."""
     expects: tuple[str, ...]
     suites: tuple[str, ...]
     container: ContainerSpec | None = None
-    """What runs `argv`, where it is a container; its entrypoint is set aside."""
-
-    @property
-    def digest(self) -> str:
-        """Digest of all that shapes the server and what it has to prove."""
-        return digest(self)
+    """Runs `argv`, if the server is in a container; the image's entrypoint is not used."""
 
     def command(self, nonce: str) -> tuple[str, ...]:
-        """Give the argument list of one run."""
+        """Return the argument list of one run."""
         return tuple(
             text.replace("{nonce}", nonce) if place in self.late else text
             for place, text in enumerate(self.argv)
@@ -163,7 +145,7 @@ class ServePlan(Frozen):
 
 
 class Plan(Frozen):
-    """Everything, in order."""
+    """The whole plan of a recipe, in order."""
 
     recipe: str
     lock: str

@@ -1,6 +1,6 @@
-"""The whole plan of a recipe: what is fetched, how it is built, how it is served.
+"""Plan a whole recipe: fetch, build and serve.
 
-`survey` looks at this machine, once; everything after that is pure.
+`survey` inspects this machine, once a command; everything after that is pure.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from bakehouse.host import HostFacts, read_host
 from bakehouse.lock import FilePin, GitPin, Lock
 from bakehouse.places import Places
 from bakehouse.plan.build import plan_build
-from bakehouse.plan.image import plan_image, uses_image
-from bakehouse.plan.image_build import plan_image_build
+from bakehouse.plan.image import plan_image, plan_image_build, uses_image
 from bakehouse.plan.serve import plan_serve
 from bakehouse.plan.types import BuildPlan, ImagePlan, Plan, Step
 from bakehouse.recipe.load import Loaded
@@ -27,24 +26,26 @@ from bakehouse.recipe.model import Recipe
 from bakehouse.recipe.variables import Paths
 from bakehouse.sources.weights import locate
 from bakehouse.toolchain import Tools, find_tools
+from bakehouse.toolkit.force import wants_cuda
+from bakehouse.toolkit.provide import provide
 from bakehouse.toolkit.settle import for_builder
 
 
 @dataclass(frozen=True)
 class Here:
-    """What this machine brings to a plan."""
+    """This machine's part of a plan."""
 
     tools: Tools | None
-    """None where a container image brings its own."""
+    """None for a container image, which has its own."""
     host: HostFacts
     recipe: Recipe
-    """The recipe as it is built here: `native` architectures have become this machine's."""
+    """The recipe as it is built here: `native` expanded to this machine's GPUs."""
     extra: Extra
-    """What a CUDA toolkit adds."""
+    """Added by a CUDA toolkit."""
 
 
 def survey(ctx: Context, recipe: Recipe, lock: Lock, *, make: bool = False) -> Here:
-    """Find tools, host facts and toolkit; with `make` a toolkit to be provided is provided.
+    """Find tools, host facts and toolkit; `make` installs a toolkit that is to be provided.
 
     Raises HostError, LockError as `find_tools` and `settle` do.
     """
@@ -55,10 +56,18 @@ def survey(ctx: Context, recipe: Recipe, lock: Lock, *, make: bool = False) -> H
     return Here(tools, read_host(), built, extra)
 
 
+def provide_toolkit(ctx: Context, recipe: Recipe, lock: Lock) -> None:
+    """Install the CUDA toolkit that the lock pins, if the build uses it. Raises HostError."""
+    build = recipe.build
+    if lock.toolkit and build and build.cuda and wants_cuda(build) and not uses_image(recipe):
+        if build.cuda.provide == "pypi":
+            provide(ctx, lock.toolkit)
+
+
 def plan_engine(
     loaded: Loaded, lock: Lock, here: Here, places: Places, *, jobs: int | None = None
 ) -> BuildPlan | ImagePlan:
-    """Plan build, CUDA toolkit included, or image. Raises as `plan_build` and `plan_image` do."""
+    """Plan the build or the image. Raises as `plan_build` and `plan_image` do."""
     if here.tools is None and here.recipe.build:
         return plan_image_build(here.recipe, lock, here.host, jobs=jobs)
     if here.tools is None:
@@ -75,10 +84,10 @@ def plan_engine(
 
 
 def compiled(plan: BuildPlan | ImagePlan) -> BuildPlan:
-    """Give the plan of a build on this machine. Raises UsageError for an image."""
+    """Return the plan of a build on this machine. Raises UsageError for an image."""
     if isinstance(plan, ImagePlan):
         raise UsageError(
-            "this recipe is served from a container image, which is not supported here",
+            "this recipe uses a container image, which is not supported here",
             where=f"image {plan.image}",
             hint="its image can be locked, planned, fetched and built",
             id="image",
@@ -96,9 +105,9 @@ def make_plan(
     port: int | None = None,
     jobs: int | None = None,
 ) -> tuple[Plan, Asked]:
-    """Plan everything; also give what the server will be asked to show.
+    """Plan everything; also return the server's expected features.
 
-    `host` and `port` take the place of the recipe's. Raises RecipeError, UsageError, HostError.
+    `host` and `port` override the recipe's. Raises RecipeError, UsageError, HostError.
     """
     build = plan_engine(loaded, lock, here, places, jobs=jobs)
     weights = locate(places, loaded.folder, loaded.recipe, lock)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bakehouse.build.image_files import differences, image_files
+from bakehouse.build.image import differences, image_files
 from bakehouse.ports.docker import ContainerSpec
 from tests.conftest import INVOKE, ROOT
 from tests.support import vllm_stand_in as stand_in

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bakehouse.build.image_files import image_files
+from bakehouse.build.image import image_files
 from bakehouse.context import Context
 from bakehouse.places import Places
 from bakehouse.toolkit.provide import pin_toolkit, provide

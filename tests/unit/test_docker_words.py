@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from bakehouse.build.image_files import ImageFile, differences, tree_digest
-from bakehouse.build.overlay import refuse_compiled
+from bakehouse.build.image import ImageFile, differences, tree_digest
+from bakehouse.build.image_overlay import refuse_compiled
 from bakehouse.engines.configured import Configured
 from bakehouse.errors import BuildFailed, HostError, UsageError
 from bakehouse.lock import ImagePin, Lock
-from bakehouse.plan.dockerfile import render
-from bakehouse.plan.image_build import definitions_of, expected_of, plan_image_build
+from bakehouse.plan.image import render
+from bakehouse.plan.image import definitions_of, expected_of, plan_image_build
 from bakehouse.ports.docker import ContainerSpec, Mount, Published
 from bakehouse.ports.docker_engine import registry_of
 from bakehouse.ports.docker_errors import explain, unreachable

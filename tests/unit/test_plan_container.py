@@ -9,7 +9,7 @@ import pytest
 
 from bakehouse.context import Context
 from bakehouse.lock import FilePin, Lock, WeightPin
-from bakehouse.plan.container import described
+from bakehouse.plan.serve import described
 from bakehouse.plan.serve import plan_serve
 from bakehouse.plan.types import ServePlan
 from bakehouse.recipe.faults import Origin

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bakehouse.engines.vllm import flags, reach, server
 from bakehouse.errors import HostError, RecipeError, UsageError
 from bakehouse.lock import FilePin, Lock, WeightPin
-from bakehouse.plan.container import inside, weight_mounts
+from bakehouse.plan.serve import inside, weight_mounts
 from bakehouse.preflight.rules import faults as recipe_faults
 from bakehouse.preflight.volumes import reaches, volumes
 from bakehouse.recipe.faults import Origin
