@@ -59,9 +59,9 @@ def survey(ctx: Context, recipe: Recipe, lock: Lock, *, make: bool = False) -> H
 def provide_toolkit(ctx: Context, recipe: Recipe, lock: Lock) -> None:
     """Install the CUDA toolkit that the lock pins, if the build uses it. Raises HostError."""
     build = recipe.build
-    if lock.toolkit and build and build.cuda and wants_cuda(build) and not uses_image(recipe):
-        if build.cuda.provide == "pypi":
-            provide(ctx, lock.toolkit)
+    cuda = build.cuda if build and wants_cuda(build) else None
+    if cuda and cuda.provide == "pypi" and lock.toolkit:
+        provide(ctx, lock.toolkit)
 
 
 def plan_engine(

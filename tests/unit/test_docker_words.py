@@ -14,8 +14,7 @@ from bakehouse.build.image_overlay import refuse_compiled
 from bakehouse.engines.configured import Configured
 from bakehouse.errors import BuildFailed, HostError, UsageError
 from bakehouse.lock import ImagePin, Lock
-from bakehouse.plan.image import render
-from bakehouse.plan.image import definitions_of, expected_of, plan_image_build
+from bakehouse.plan.image import definitions_of, expected_of, plan_image_build, render
 from bakehouse.ports.docker import ContainerSpec, Mount, Published
 from bakehouse.ports.docker_engine import registry_of
 from bakehouse.ports.docker_errors import explain, unreachable

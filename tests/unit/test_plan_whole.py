@@ -1,4 +1,4 @@
-"""The whole plan: a golden file of the data, one of what is printed."""
+"""The whole plan: a golden file of its data, and one of its text."""
 
 from __future__ import annotations
 
@@ -64,36 +64,36 @@ def golden(name: str, made: str) -> str:
     return path.read_text()
 
 
-def test_golden_data() -> None:
+def test_plan_data_is_golden() -> None:
     made = to_json(plan())
     assert json.loads(made) == json.loads(golden("whole-plan.json", made))
 
 
-def test_golden_text() -> None:
+def test_plan_text_is_golden() -> None:
     made = plan()
     lines = [*step_lines(made.fetch), *build_lines(made.build), *serve_lines(made.serve)]
     text = "\n".join(lines) + "\n"
     assert text == golden("whole-plan.txt", text)
 
 
-def test_a_plan_is_plain_data_and_comes_back_the_same() -> None:
+def test_plan_survives_json() -> None:
     made = plan()
     assert Plan.model_validate_json(to_json(made)) == made
 
 
-def test_steps_print_without_control_characters() -> None:
+def test_plan_text_has_no_control_characters() -> None:
     step = Step(id="x", title="a\x1b[2J", argv=("run", "a\nb\x07"), env={"A": "\x1b"})
     assert all(line.isprintable() for line in step_lines([step]))
 
 
-def test_the_place_of_a_forced_definition_is_named() -> None:
+def test_plan_names_the_line_of_a_refused_definition() -> None:
     recipe = small_recipe({"GIT_EXE": "git"})
     with pytest.raises(RecipeError) as caught:
         make_plan(loaded(recipe), lock(), Here(FAKE_TOOLS, FAKE_HOST, recipe, NOTHING), FAKE_PLACES)
     assert (caught.value.where or "").startswith(f"{FILE}:8:14: build.cmake.GIT_EXE: ")
 
 
-def test_an_image_needs_no_tools(context: Context) -> None:
+def test_survey_for_an_image_needs_no_tools(context: Context) -> None:
     data = {
         **small_recipe().to_data(), "engine": "vllm", "source": None, "build": None,
         "image": {"ref": {"x86_64": "vllm/vllm-openai:v1", "aarch64": "vllm/vllm-openai:v1"}},

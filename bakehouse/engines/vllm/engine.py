@@ -32,6 +32,7 @@ JUDGED = (
     "--max-num-batched-tokens", "--dtype", "--kv-cache-dtype", "--quantization",
     "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size",
     "--reasoning-parser", "--tool-call-parser", "--speculative-config", "--gpu-memory-utilization",
+    "--hf-overrides",
 )  # fmt: skip
 """Flags that a rule reads; none of them may be abbreviated."""
 
@@ -201,7 +202,7 @@ def _drafter(command: Command, recipe: Recipe, pinned: Pinned) -> Iterator[Probl
     if drafter and not pinned.weights(drafter):
         yield (
             f"--speculative-config names the drafter '{drafter}', which is not pinned",
-            "the container cannot fetch it: add it under weights.drafter, and write {{ weights.drafter.path }}",
+            "add it under weights.drafter, and write {{ weights.drafter.path }} as its model",
         )
     if recipe.weights.drafter and not drafter:
         yield (

@@ -149,7 +149,7 @@ ENVIRONMENT = {**OFFLINE, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 """Set in every container, unless the recipe says otherwise."""
 
 _FETCHES = "files that the container fetches itself are not pinned; remove it"
-_IMAGE_CODE = "it runs code that is not pinned; add it to the image with image.mods"
+_IMAGE_CODE = "it runs code that is not pinned; add it with image.mods, and use its path there"
 _TOKENS = "the container needs no tokens: everything is fetched before it starts"
 _ADAPTERS = "it loads adapters that are not pinned; name them with --lora-modules"
 _FAKE = "it makes results up; remove it"
