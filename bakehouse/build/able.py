@@ -106,7 +106,7 @@ def _silent(answer: Answered, why: str, name: str) -> BuildFailed:
     elif answer.oom_killed:
         why = "the kernel's OOM killer stopped it"
     elif answer.code:
-        why = f"{why} and exited with {answer.code}"
+        why = f"{why} and ended with {answer.code}"
     lines = [clean(line, one_line=True) for line in answer.err.strip().splitlines()[-_SHOWN_LINES:]]
     return BuildFailed(
         f"the image did not report what it supports: {why}",

@@ -105,7 +105,7 @@ def parse(text: str, sentinel: str) -> ImageCapabilities:
     try:
         return ImageCapabilities.model_validate(json.loads(parts[-2]))
     except (ValueError, ValidationError) as error:
-        raise Unreadable(f"invalid answer: {str(error).splitlines()[0]}") from error
+        raise Unreadable(f"its answer cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def draft_names(architecture: str, method: str | None) -> tuple[str, ...]:
