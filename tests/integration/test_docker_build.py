@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from bakehouse.build.image import differences, image_files
+from bakehouse.build.image import image_files
 from bakehouse.ports.docker import ContainerSpec
 from tests.support import vllm_stand_in as stand_in
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.docker_engine import Engine, make_image
+from tests.support.file_trees import differences
 from tests.support.githost import Repo, serve_git
 from tests.support.image_builds import BUILDER, ImageHome, write_small_recipe
 from tests.support.recipes import recipe_data, write_recipe

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from bakehouse.build.image import ImageFile, differences, tree_digest
+from bakehouse.build.image import ImageFile, tree_digest
 from bakehouse.build.image_overlay import refuse_compiled
 from bakehouse.engines.configured import Configured
 from bakehouse.errors import BuildFailed, HostError, UsageError
@@ -22,6 +22,7 @@ from bakehouse.ports.docker_facts import container_facts, create_body, engine_fa
 from bakehouse.ports.docker_where import DEFAULT, find_endpoint
 from bakehouse.recipe.model import Build, Container, Recipe
 from bakehouse.sources.oci import parse
+from tests.support.file_trees import differences
 from tests.support.recipes import recipe_data
 from tests.support.small_engine import FAKE_HOST, small_lock
 
