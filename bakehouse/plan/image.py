@@ -290,8 +290,25 @@ def plan_image_build(
     )  # fmt: skip
     args = {"JOBS": str(jobs_for(build, host, jobs))}
     image, labels = tag_of(recipe.name, key), labels_of(recipe, lock, key)
-    steps = (
-        *(_pull_step(role, pin, host.arch) for role, pin in pins.items()),
+    steps = _build_steps(pins, host.arch, image, args, labels, lock, cuda=cuda)
+    return ImagePlan(
+        digest=key, image=image, arch=host.arch, pins=pins, server=server, dockerfile=text,
+        args=args, labels=labels, steps=steps,
+    )  # fmt: skip
+
+
+def _build_steps(
+    pins: Mapping[str, ImagePin],
+    arch: str,
+    image: str,
+    args: Mapping[str, str],
+    labels: Mapping[str, str],
+    lock: Lock,
+    *,
+    cuda: bool,
+) -> tuple[Step, ...]:
+    return (
+        *(_pull_step(role, pin, arch) for role, pin in pins.items()),
         Step(
             id="source",
             title="write the pinned source tree into an empty build context",
@@ -327,11 +344,7 @@ def plan_image_build(
         Step(
             id="verify",
             title="run the server in the image for its stamp",
-            argv=(server, "--version"),
+            argv=(f"{PREFIX}/bin/{engine.SERVER}", "--version"),
             expects=(f"build {lock.build_number}", f"commit {lock.stamp}"),
         ),
     )
-    return ImagePlan(
-        digest=key, image=image, arch=host.arch, pins=pins, server=server, dockerfile=text,
-        args=args, labels=labels, steps=steps,
-    )  # fmt: skip
