@@ -123,47 +123,33 @@ def make_plan(
         image=build.image if isinstance(build, ImagePlan) else None,
         folder=str(loaded.folder.absolute()),
     )
-    fetch = (*_fetch_source(lock), *_fetch_toolkit(lock), *_fetch_weights(lock, weights))
     return Plan(
-        recipe=loaded.recipe.name, lock=digest(lock), fetch=fetch, build=build, serve=serve
-    ), asked
+        recipe=loaded.recipe.name, lock=digest(lock), fetch=_fetch_steps(lock, weights),
+        build=build, serve=serve,
+    ), asked  # fmt: skip
 
 
-def _fetch_source(lock: Lock) -> tuple[Step, ...]:
-    source = lock.source
-    if source is None:
-        return ()
-    if isinstance(source, GitPin):
-        title, expects = f"git {source.url}", [f"commit {source.commit}"]
-    else:
-        title, expects = source.origin, _expected(source.file)
-    expects += [f"patch {p.id}: sha256 {p.file.sha256}" for p in lock.patches]
-    title = f"fetch the source, unless it is here: {title}"
-    tree = f"git tree {lock.source_tree}"
-    return (Step(id="fetch-source", title=title, expects=(*expects, tree)),)
+def _fetch_steps(lock: Lock, weights: Mapping[str, Paths]) -> tuple[Step, ...]:
+    steps = []
+    if source := lock.source:
+        if isinstance(source, GitPin):
+            origin, expects = f"git {source.url}", [f"commit {source.commit}"]
+        else:
+            origin, expects = source.origin, [_expected(source.file)]
+        expects += [f"patch {p.id}: sha256 {p.file.sha256}" for p in lock.patches]
+        expects.append(f"git tree {lock.source_tree}")
+        title = f"fetch the source, unless it is here: {origin}"
+        steps.append(Step(id="fetch-source", title=title, expects=tuple(expects)))
+    if pin := lock.toolkit:
+        title = f"fetch CUDA {pin.version}, unless it is here: {len(pin.wheels)} wheels"
+        wheels = tuple(map(_expected, pin.wheels))
+        steps.append(Step(id="fetch-toolkit", title=title, expects=wheels))
+    for role, paths in weights.items():
+        origin, files = lock.weights[role].origin, lock.weights[role].files
+        title = f"fetch the {role}, unless it is here: {origin}, to {paths.path}"
+        steps.append(Step(id=f"fetch-{role}", title=title, expects=tuple(map(_expected, files))))
+    return tuple(steps)
 
 
-def _fetch_toolkit(lock: Lock) -> tuple[Step, ...]:
-    if lock.toolkit is None:
-        return ()
-    title = (
-        f"fetch CUDA {lock.toolkit.version}, unless it is here: {len(lock.toolkit.wheels)} wheels"
-    )
-    expects = tuple(line for wheel in lock.toolkit.wheels for line in _expected(wheel))
-    return (Step(id="fetch-toolkit", title=title, expects=expects),)
-
-
-def _fetch_weights(lock: Lock, weights: Mapping[str, Paths]) -> tuple[Step, ...]:
-    return tuple(
-        Step(
-            id=f"fetch-{role}",
-            title=f"fetch the {role}, unless it is here: {lock.weights[role].origin}, "
-            f"to {paths.path}",
-            expects=tuple(line for file in lock.weights[role].files for line in _expected(file)),
-        )
-        for role, paths in weights.items()
-    )
-
-
-def _expected(file: FilePin) -> list[str]:
-    return [f"{file.path}: {file.size:,} bytes, sha256 {file.sha256}"]
+def _expected(file: FilePin) -> str:
+    return f"{file.path}: {file.size:,} bytes, sha256 {file.sha256}"

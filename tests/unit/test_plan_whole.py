@@ -13,12 +13,14 @@ from bakehouse.commands.planned import build_lines, serve_lines, step_lines
 from bakehouse.context import Context
 from bakehouse.engines.llamacpp.cmake import NOTHING
 from bakehouse.errors import RecipeError
-from bakehouse.lock import FilePin, Lock, PatchPin, WeightPin
+from bakehouse.lock import FilePin, ImagePin, Lock, PatchPin, WeightPin
+from bakehouse.plan.image import plan_image, plan_image_build
 from bakehouse.plan.types import Plan, Step
 from bakehouse.plan.whole import Here, make_plan, survey
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.load import Loaded
 from bakehouse.recipe.model import Recipe
+from tests.support.recipes import recipe_data
 from tests.support.small_engine import (
     FAKE_HOST,
     FAKE_PLACES,
@@ -91,6 +93,47 @@ def test_plan_names_the_line_of_a_refused_definition() -> None:
     with pytest.raises(RecipeError) as caught:
         make_plan(loaded(recipe), lock(), Here(FAKE_TOOLS, FAKE_HOST, recipe, NOTHING), FAKE_PLACES)
     assert (caught.value.where or "").startswith(f"{FILE}:8:14: build.cmake.GIT_EXE: ")
+
+
+def image_pin(number: str, role: str) -> ImagePin:
+    return ImagePin(reference=f"base/{role}:1", name=f"docker.io/base/{role}",
+                    digest=f"sha256:{number * 64}", id="sha256:0", size=1)  # fmt: skip
+
+
+def test_image_plan_digests_do_not_change() -> None:
+    """Built images are found by them. They may change only together with a number of RULES."""
+    bases = {role: {"x86_64": f"base/{role}:1"} for role in ("builder", "runtime")}
+    pins = {"builder": {"x86_64": image_pin("1", "builder")},
+            "runtime": {"x86_64": image_pin("2", "runtime")}}  # fmt: skip
+    built = small_lock().model_copy(update={"images": pins})
+    cuda = {"cuda": {"version": "13.0"},
+            "cmake": {"GGML_CUDA": True, "CMAKE_CUDA_ARCHITECTURES": "90-real"}}  # fmt: skip
+    digests = []
+    for more in ({}, cuda):
+        data = recipe_data(build={"where": "docker", "bases": bases, **more})
+        digests.append(plan_image_build(Recipe.model_validate(data), built, FAKE_HOST).digest)
+    patch = PatchPin(id="fix", file=FilePin(path="fix.patch", size=99, sha256="c" * 64))
+    for patches in ([], [{"file": "a.patch"}]):
+        data = recipe_data(
+            engine="vllm", source=None, image={"ref": {"x86_64": "a/b:1"}, "patches": patches},
+            serve={"command": "vllm serve {{ weights.model.path }} --tool-call-parser hermes"},
+        )  # fmt: skip
+        pulled = Lock(
+            recipe="r", engine="vllm", wants="", weights={}, patches=(patch,) if patches else (),
+            images={"image": {"x86_64": image_pin("3", "image")}},
+        )  # fmt: skip
+        plan = plan_image(
+            Recipe.model_validate(data), pulled, "x86_64", origin=Origin("x.yaml", 1, 1)
+        )
+        assert plan.asks
+        assert plan.asks.tool_parser == "hermes"
+        digests.append(plan.digest)
+    assert digests == [
+        "4abc6501dbd3ab31b359e3d5af213f1b545d155cbeecd9425ec49352f0f75385",
+        "0f8d4793516a63019ae2f438ddf3a30c8744955e794214c9152c71b71f23ed00",
+        "df7b0706f12a4a488cad27f9ed8330f3f80da2d8fd88e3f0d4bca38d0d5927d4",
+        "93a18ed00e0a65e22e43ee5ee126355ef33a76da59467a542f2720070704de4f",
+    ]
 
 
 def test_survey_for_an_image_needs_no_tools(context: Context) -> None:

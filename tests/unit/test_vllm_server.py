@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakehouse.engines.engine import engine_of
+from bakehouse.engines.engine import Answer, engine_of
 from bakehouse.engines.vllm import engine, flags, reach
 from bakehouse.errors import HostError, UsageError
 from bakehouse.plan.serve import inside, weight_mounts
@@ -145,6 +145,16 @@ def test_features_come_from_recipe_and_command() -> None:
     asked = vllm.features(vllm_recipe(), vllm_lock(), (*GOOD, *added), "/weights/model")
     assert (asked.name, asked.context, asked.speculation) == ("r", 2000, None)
     assert "max_model_len 2000" in "\n".join(vllm.expectations(asked))
+    more = ("--dtype", "half", "--kv-cache-dtype", "fp8", "--max-num-seqs", "4",
+            "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}',
+            "--model-impl", "transformers")  # fmt: skip
+    asked = vllm.features(vllm_recipe(), vllm_lock(), (*GOOD, *more), "/weights/model")
+    said = "\n".join(vllm.expectations(asked))
+    for part in ("dtype half", "KV cache fp8", "speculation with ngram, 4 tokens"):
+        assert f"the log shows {part}" in said
+    assert vllm.asked_for(asked) == {"transformers-fallback"}
+    answers = {path: Answer(200, {}, "") for path in vllm.evidence}
+    assert not [one for one in vllm.judge(asked, answers, []) if one.passed]
 
 
 def test_container_mounts_each_pinned_file() -> None:
