@@ -199,11 +199,10 @@ def wanted_server(
 def prepare(ctx: Context, wanted: Wanted, options: Options, record: Run) -> Wanted:
     """Fetch and build what is wanted; give what can be launched. Raises as `run` does."""
     risk = options.accept_memory_risk
-    gpus = _capabilities(ctx, wanted)
-    _early(ctx, wanted, record, risk, gpus)
+    _early(ctx, wanted, record, risk)
     weights = ensure_weights(ctx, wanted.loaded, wanted.lock)
     files = {role: paths.files for role, paths in weights.items()}
-    _admit(ctx, wanted, files, record, risk, gpus)
+    _admit(ctx, wanted, files, record, risk)
     if isinstance(wanted.build, ImagePlan):
         return wanted.of(ensure_image(ctx, wanted.loaded, wanted.lock, wanted.build, record))
     provide_toolkit(ctx, wanted.recipe, wanted.lock)
@@ -219,14 +218,7 @@ def bring(ctx: Context, wanted: Wanted, options: Options, record: Run, questions
     return bring_up(ctx, order, lambda endpoint: questions(endpoint, known), record)
 
 
-def _capabilities(ctx: Context, wanted: Wanted) -> tuple[str, ...]:
-    """Compute capabilities of this machine's GPUs, if the server is to use one."""
-    cuda = wanted.build.expected.cuda if isinstance(wanted.build, BuildPlan) else None
-    on_gpu = cuda or (wanted.plan.container and wanted.plan.container.gpus)
-    return tuple(g.compute_capability for g in read_gpus(ctx.processes)) if on_gpu else ()
-
-
-def _early(ctx: Context, wanted: Wanted, record: Run, risk: str, gpus: Sequence[str]) -> None:
+def _early(ctx: Context, wanted: Wanted, record: Run, risk: str) -> None:
     """Refuse before a fetch and a build that may take hours what is plain already.
 
     A taken port, what is known to be bad, weights that are larger than all the memory there is.
@@ -234,7 +226,7 @@ def _early(ctx: Context, wanted: Wanted, record: Run, risk: str, gpus: Sequence[
     alive = look(wanted.folder).alive
     if not alive:
         refuse_taken(wanted.plan.host, wanted.plan.port)
-    _known_bad(ctx, wanted, record, gpus)
+    _known_bad(ctx, wanted, record)
     refuse_offline(ctx, wanted.lock)
     if not alive and not risk:
         found = locate(ctx.places, wanted.loaded.folder, wanted.recipe, wanted.lock)
@@ -243,14 +235,12 @@ def _early(ctx: Context, wanted: Wanted, record: Run, risk: str, gpus: Sequence[
 
 
 def _known_bad(
-    ctx: Context,
-    wanted: Wanted,
-    record: Run,
-    gpus: Sequence[str],
-    types: frozenset[str] = frozenset(),
+    ctx: Context, wanted: Wanted, record: Run, types: frozenset[str] = frozenset()
 ) -> None:
     """Refuse or warn by what is known: first without the weights' headers, then with them."""
     cuda = wanted.build.expected.cuda if isinstance(wanted.build, BuildPlan) else None
+    on_gpu = cuda or (wanted.plan.container and wanted.plan.container.gpus)
+    gpus = [gpu.compute_capability for gpu in read_gpus(ctx.processes)] if on_gpu else []
     found = combinations.known_bad(
         wanted.loaded,
         lock=wanted.lock,
@@ -277,12 +267,7 @@ def _able(ctx: Context, wanted: Wanted, build: BuildPlan, record: Run) -> None:
 
 
 def _admit(
-    ctx: Context,
-    wanted: Wanted,
-    files: Mapping[str, Sequence[str]],
-    record: Run,
-    risk: str,
-    gpus: Sequence[str],
+    ctx: Context, wanted: Wanted, files: Mapping[str, Sequence[str]], record: Run, risk: str
 ) -> None:
     """Refuse weights that cannot serve, and what does not fit, before a build that may take long.
 
@@ -294,7 +279,7 @@ def _admit(
                       risk_accepted=bool(risk))  # fmt: skip
     record.fact("preflight", [check.to_data() for check in admission.checks])
     record.fact("memory", admission.budget.to_data())
-    _known_bad(ctx, wanted, record, gpus, admission.types)
+    _known_bad(ctx, wanted, record, admission.types)
     if risk:
         record.fact("memory_risk_accepted", risk)
 

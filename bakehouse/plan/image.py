@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,7 @@ from bakehouse.lock import GitPin, ImagePin, Lock
 from bakehouse.plan.build import GENERATOR, jobs_for, refuse
 from bakehouse.plan.types import ImagePlan, Step
 from bakehouse.ports.docker import OURS
-from bakehouse.recipe.argv import Origin
-from bakehouse.recipe.argv import render as render_command
 from bakehouse.recipe.model import Build, Recipe
-from bakehouse.recipe.variables import trial_variables
 from bakehouse.redact import clean
 from bakehouse.toolkit.force import COMPILER, ROOT, WITHOUT_DRIVER, wants_cuda
 
@@ -137,14 +134,12 @@ def _pull_step(role: str, pin: ImagePin, arch: str) -> Step:
 # vLLM images.
 
 
-def plan_image(recipe: Recipe, lock: Lock, arch: str, *, origin: Origin) -> ImagePlan:
-    """Plan the image of a vLLM recipe for `arch`; `origin` is the place of its command.
+def plan_image(recipe: Recipe, lock: Lock, arch: str, command: Sequence[str]) -> ImagePlan:
+    """Plan the image of a vLLM recipe for `arch`; `command` is the server's, with example paths.
 
-    Raises HostError if the lock has no image for that architecture, RecipeError for an invalid
-    command.
+    Raises HostError if the lock has no image for that architecture.
     """
     pin = lock.image(arch)
-    command = render_command(recipe.serve.command, trial_variables(recipe), origin=origin)
     needs = required_capabilities(recipe, command)
     if recipe.image and recipe.image.built:
         return _plan_overlay(recipe, lock, arch, pin, needs)

@@ -116,15 +116,14 @@ def test_image_plan_digests_do_not_change() -> None:
     for patches in ([], [{"file": "a.patch"}]):
         data = recipe_data(
             engine="vllm", source=None, image={"ref": {"x86_64": "a/b:1"}, "patches": patches},
-            serve={"command": "vllm serve {{ weights.model.path }} --tool-call-parser hermes"},
+            serve={"command": "vllm serve {{ weights.model.path }}"},
         )  # fmt: skip
         pulled = Lock(
             recipe="r", engine="vllm", wants="", weights={}, patches=(patch,) if patches else (),
             images={"image": {"x86_64": image_pin("3", "image")}},
         )  # fmt: skip
-        plan = plan_image(
-            Recipe.model_validate(data), pulled, "x86_64", origin=Origin("x.yaml", 1, 1)
-        )
+        command = ("vllm", "serve", "/weights/model", "--tool-call-parser", "hermes")
+        plan = plan_image(Recipe.model_validate(data), pulled, "x86_64", command)
         assert plan.asks
         assert plan.asks.tool_parser == "hermes"
         digests.append(plan.digest)

@@ -57,6 +57,11 @@ class Vllm:
         """Return the folder that /v1/models reports as the model's root."""
         return weights.path
 
+    def arguments(self, command: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
+        """Parse a command: each flag by its long spelling, with its first value."""
+        found = read(command).flags.items()
+        return tuple((flag, values[0] if values else None) for flag, values in found)
+
     def refuse(
         self, command: Sequence[str], recipe: Recipe, origin: Origin, lock: Lock | None = None
     ) -> None:
