@@ -13,7 +13,6 @@ from bakehouse.context import Context
 from bakehouse.engines.engine import Asked
 from bakehouse.engines.llamacpp.cmake import NOTHING, Extra
 from bakehouse.engines.llamacpp.cuda import prepared
-from bakehouse.errors import UsageError
 from bakehouse.host import HostFacts, read_host
 from bakehouse.lock import FilePin, GitPin, Lock
 from bakehouse.places import Places
@@ -83,18 +82,6 @@ def plan_engine(
     return plan_build(
         here.recipe, lock, here.tools, here.host, places, extra=here.extra, jobs=jobs, where=where
     )
-
-
-def compiled(plan: BuildPlan | ImagePlan) -> BuildPlan:
-    """Return the plan of a build on this machine. Raises UsageError for an image."""
-    if isinstance(plan, ImagePlan):
-        raise UsageError(
-            "this recipe uses a container image, which is not supported here",
-            where=f"image {plan.image}",
-            hint="its image can be locked, planned, fetched and built",
-            id="image",
-        )
-    return plan
 
 
 def make_plan(

@@ -145,7 +145,7 @@ def test_features_come_from_recipe_and_command() -> None:
     asked = vllm.features(vllm_recipe(), vllm_lock(), (*GOOD, *added), "/weights/model")
     assert (asked.name, asked.context, asked.speculation) == ("r", 2000, None)
     assert "max_model_len 2000" in "\n".join(vllm.expectations(asked))
-    more = ("--dtype", "half", "--kv-cache-dtype", "fp8", "--max-num-seqs", "4",
+    more = ("--dtype", "half", "--kv-cache-dtype", "fp8",
             "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}',
             "--model-impl", "transformers")  # fmt: skip
     asked = vllm.features(vllm_recipe(), vllm_lock(), (*GOOD, *more), "/weights/model")

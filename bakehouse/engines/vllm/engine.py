@@ -111,7 +111,6 @@ class Vllm:
             draft_tokens=parsed.draft_tokens,
             dtype=None if dtype == "auto" else dtype,
             kv_cache=None if kv_cache == "auto" else kv_cache,
-            sequences=parsed.number("--max-num-seqs"),
             fallback=parsed.text("--model-impl") == "transformers",
         )
 

@@ -44,7 +44,6 @@ class Features(Asked):
     draft_tokens: int | None = None
     dtype: str | None = None
     kv_cache: str | None = None
-    sequences: int | None = None
     fallback: bool = False
     """Whether the recipe itself asks for the generic implementation of Transformers."""
 
