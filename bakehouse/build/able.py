@@ -1,120 +1,140 @@
-"""A vLLM image asked by its own Python what it supports; answers are kept by content."""
+"""Query a vLLM image's own Python for what it supports; answers are kept by image content."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from bakehouse.base import to_json
 from bakehouse.checks import Check, not_passed
 from bakehouse.context import Context
 from bakehouse.engines.vllm import question
-from bakehouse.engines.vllm.able import Able, Unreadable, judge, parse
+from bakehouse.engines.vllm.able import (
+    ImageCapabilities,
+    RequiredCapabilities,
+    Unreadable,
+    check_image,
+    parse,
+)
 from bakehouse.errors import BuildFailed, HostError
-from bakehouse.plan.types import Asks
 from bakehouse.ports.docker import Answered, ContainerSpec
 from bakehouse.redact import clean
 from bakehouse.util.files import write_atomic
 
-TIMEOUT_S = 300.0
+QUERY_TIMEOUT_S = 300.0
 """Importing vLLM takes about 10 s from a warm disk, and minutes from a cold network disk."""
 MAX_ANSWER = 4 * 2**20
-ENVIRONMENT = {
+"""Bytes."""
+QUERY_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }  # fmt: skip
-SHOWN_LINES = 12
+_SHOWN_LINES = 12
 
 
-def question_spec(image: str, sentinel: str, names: Sequence[str] = ()) -> ContainerSpec:
-    """The container that answers: entrypoint overridden, no network, no GPU, the image's user."""
-    return ContainerSpec(
-        image=image,
-        entrypoint=("python3",),
-        argv=("-c", Path(question.__file__).read_text(), sentinel, *names),
-        network="none",
-        env=ENVIRONMENT,
-    )
+def run_script(
+    ctx: Context,
+    script: ModuleType,
+    image: str,
+    arguments: Sequence[str],
+    *,
+    name: str,
+    max_bytes: int,
+) -> tuple[Answered, str]:
+    """Run a script in an image's Python; return the answer and the sentinel around its document.
 
-
-def ask_python(ctx: Context, spec: ContainerSpec, name: str, *, max_bytes: int) -> Answered:
-    """Ask an image's Python. Raises BuildFailed where it has none, HostError."""
+    The container has no network and no GPU, and runs as the image's user. Raises BuildFailed for
+    an image without python3, HostError.
+    """
+    sentinel = f"BAKEHOUSE-{secrets.token_hex(16)}"
+    spec = ContainerSpec(
+        image=image, entrypoint=("python3",), network="none", env=QUERY_ENVIRONMENT,
+        argv=("-c", _text(script), sentinel, *arguments),
+    )  # fmt: skip
     try:
-        return ctx.docker.ask(spec, timeout=TIMEOUT_S, max_bytes=max_bytes)
+        return ctx.docker.ask(spec, timeout=QUERY_TIMEOUT_S, max_bytes=max_bytes), sentinel
     except HostError as error:
         if error.id != "image-command":
             raise
         raise BuildFailed(
-            "the image has no python3, so it is no vLLM image", where=name, id="image-silent",
+            "the image has no python3, so it is not a vLLM image", where=name, id="image-silent",
             hint="see image.ref in the recipe",
         ) from None  # fmt: skip
 
 
-def ask_able(ctx: Context, image: str, name: str, names: Sequence[str] = ()) -> tuple[Able, bool]:
-    """What an image is able of, and whether that was known already.
+def _text(script: ModuleType) -> str:
+    return Path(str(script.__file__)).read_text()
 
-    `image` is its id, which no tag can move away from; people are told its `name`. `names` are the
-    architectures whose code has to be there.
 
-    Raises BuildFailed (6) for an image that does not answer, HostError for an engine that cannot.
+def probe_image(
+    ctx: Context, image: str, name: str, architectures: Sequence[str] = ()
+) -> tuple[ImageCapabilities, bool]:
+    """Return what an image supports, and whether a kept answer was used.
+
+    `image` is its id, which no tag can change; `name` is shown to people. The query imports the
+    code of `architectures`.
+
+    Raises BuildFailed (6) for an image that does not answer, HostError for a Docker failure.
     """
-    text = "\0".join((Path(question.__file__).read_text(), *sorted(names)))
-    asked = hashlib.sha256(text.encode()).hexdigest()[:16]
-    kept = ctx.places.images / f"{image.removeprefix('sha256:')[:64]}-{asked}.json"
+    text = "\0".join((_text(question), *sorted(architectures)))
+    query = hashlib.sha256(text.encode()).hexdigest()[:16]
+    kept = ctx.places.images / f"{image.removeprefix('sha256:')[:64]}-{query}.json"
     try:
-        return Able.model_validate_json(kept.read_bytes()), True
+        return ImageCapabilities.model_validate_json(kept.read_bytes()), True
     except (OSError, ValueError):
-        pass  # not asked yet, or damaged: it is asked
-    ctx.progress.say(f"asking {name} what it supports, which takes its Python a while")
-    sentinel = f"BAKEHOUSE-{secrets.token_hex(16)}"
-    said = ask_python(ctx, question_spec(image, sentinel, names), name, max_bytes=MAX_ANSWER)
-    able = _read(said, sentinel, name)
-    if able.architectures is not None:  # what failed once may go another time
-        write_atomic(kept, to_json(able).encode())
-    return able, False
-
-
-def _read(said: Answered, sentinel: str, image: str) -> Able:
+        pass  # no answer yet, or a damaged one: query the image
+    ctx.progress.say(f"querying {name} for supported models (may take a minute)")
+    answer, sentinel = run_script(
+        ctx, question, image, architectures, name=name, max_bytes=MAX_ANSWER
+    )
     try:
-        return parse(said.out, sentinel)
+        found = parse(answer.out, sentinel)
     except Unreadable as error:
-        why = str(error)
-    if said.timed_out:
-        why = f"it did not answer within {TIMEOUT_S:g} s"
-    elif said.oom_killed:
-        why = "the kernel's OOM killer ended it"
-    elif said.code:
-        why = f"{why} and ended with {said.code}"
-    lines = [clean(line, one_line=True) for line in said.err.strip().splitlines()[-SHOWN_LINES:]]
-    raise BuildFailed(
-        f"the image could not be asked what it supports: {why}",
-        where="\n".join([image, *lines]),
+        raise _silent(answer, str(error), name) from error
+    if found.architectures is not None:  # an import that failed may succeed next time
+        write_atomic(kept, to_json(found).encode())
+    return found, False
+
+
+def _silent(answer: Answered, why: str, name: str) -> BuildFailed:
+    if answer.timed_out:
+        why = f"no answer within {QUERY_TIMEOUT_S:g} s"
+    elif answer.oom_killed:
+        why = "the kernel's OOM killer stopped it"
+    elif answer.code:
+        why = f"{why} and ended with {answer.code}"
+    lines = [clean(line, one_line=True) for line in answer.err.strip().splitlines()[-_SHOWN_LINES:]]
+    return BuildFailed(
+        f"the image did not report what it supports: {why}",
+        where="\n".join([name, *lines]),
         hint="try its Python by hand: docker run --rm --entrypoint python3 IMAGE -c 'import vllm'",
         id="image-silent",
     )
 
 
-def require_able(
-    able: Able, asks: Asks, architectures: Mapping[str, Sequence[str]], image: str
+def require_capabilities(
+    found: ImageCapabilities,
+    needs: RequiredCapabilities,
+    architectures: Mapping[str, Sequence[str]],
+    image: str,
 ) -> tuple[Check, ...]:
-    """Judge an answer; raise BuildFailed (6) unless everything that is needed is there."""
-    checks = judge(able, asks, architectures, image)
+    """Check an image's answer. Raises BuildFailed (6) unless it supports all that is needed."""
+    checks = check_image(found, needs, architectures, image)
     if missing := not_passed(checks):
-        first = missing[0]
         hint = (
-            "take an image that has that package too, or add it with image.mods"
-            if any(why in str(one.observed) for one in missing for why in able.lacking.values())
-            else f"take an image that carries the support, whatever its version (this one claims "
-            f"{clean(able.claimed)}): support for a new model is often in a branch's own tag; or "
-            "lay the branch over it with image.source"
+            "use an image that has that package, or add it with image.mods"
+            if any(why in str(one.observed) for one in missing for why in found.lacking.values())
+            else f"use an image with the support, whatever its version (this one is "
+            f"{clean(found.version)}): support for a new model is often in a branch's own tag; or "
+            "add the branch with image.source"
         )
-        wanted = "; ".join(f"{one.id}: {one.expected}: {one.observed}" for one in missing)
+        lines = "; ".join(f"{one.id}: {one.expected}: {one.observed}" for one in missing)
         raise BuildFailed(
-            f"the image lacks what the recipe needs: {first.expected}",
-            where=f"{image}\n{wanted}",
+            f"the image does not support what the recipe needs: {missing[0].expected}",
+            where=f"{image}\n{lines}",
             hint=hint,
             id="image-unable",
             checks=checks,
@@ -122,17 +142,17 @@ def require_able(
     return checks
 
 
-def summary(able: Able) -> str:
-    """What an image is, in a line."""
-    cuda = f"CUDA {able.cuda.version}" if able.cuda.version else "no CUDA"
-    parts = [f"vLLM {able.claimed}", f"torch {able.versions.get('torch', 'unknown')}", cuda,
-             f"Python {able.versions.get('python', 'unknown')}"]  # fmt: skip
+def summary(found: ImageCapabilities) -> str:
+    """Return the versions in an image, as one line."""
+    cuda = f"CUDA {found.cuda.version}" if found.cuda.version else "no CUDA"
+    parts = [f"vLLM {found.version}", f"torch {found.versions.get('torch', 'unknown')}", cuda,
+             f"Python {found.versions.get('python', 'unknown')}"]  # fmt: skip
     return clean(", ".join(parts), one_line=True)
 
 
-def as_facts(able: Able) -> dict[str, object]:
-    """What a record keeps: all but the long tables."""
-    data = able.to_data()
+def as_facts(found: ImageCapabilities) -> dict[str, object]:
+    """Return what a record keeps: lengths instead of the long tables."""
+    data = found.to_data()
     tables = ("architectures", "reasoning_parsers", "tool_parsers", "speculation", "fallbacks")
     counts = {name: len(data.pop(name) or ()) for name in tables}
-    return json.loads(json.dumps({**data, "counts": counts}))  # type: ignore[no-any-return]
+    return {**data, "counts": counts}

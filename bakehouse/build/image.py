@@ -1,30 +1,84 @@
-"""The image of a plan: pulled by digest or built, and proven able of what the recipe needs."""
+"""Pull or build a plan's image, and verify that it supports what the recipe needs.
+
+llama.cpp is built in a container by the same steps and rules as on this machine: CMake's
+configuration is checked before anything is compiled, and the finished server must report the pinned
+stamp. The CUDA toolkit is the builder image's: `docker/toolkit.sh` describes it.
+"""
 
 from __future__ import annotations
 
-from bakehouse.base import Frozen
-from bakehouse.build.able import as_facts, ask_able, require_able, summary
-from bakehouse.build.image_build import build_image, built_already
-from bakehouse.build.image_overlay import lay_over
-from bakehouse.checks import Check
+import hashlib
+import re
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from bakehouse.base import Frozen, digest, to_json
+from bakehouse.build import configure as file_api
+from bakehouse.build import steps
+from bakehouse.build.able import as_facts, probe_image, require_capabilities, summary
+from bakehouse.build.ensure import write_source
+from bakehouse.build.first import FirstError, first_build_error, first_cmake_error
+from bakehouse.build.install import judge_files
+from bakehouse.build.ninja import NinjaWatch
+from bakehouse.build.work import digest_lock
+from bakehouse.checks import Check, check
 from bakehouse.context import Context
-from bakehouse.engines.vllm.able import Able, names_of
+from bakehouse.engines.configured import Configured, CudaExpected, Expected
+from bakehouse.engines.llamacpp.accept import RULES
+from bakehouse.engines.llamacpp.cmake import asked, git_stand_in
+from bakehouse.engines.llamacpp.cuda import decisive, refuse_cuda
+from bakehouse.engines.vllm.able import ImageCapabilities, names_of
+from bakehouse.errors import BakehouseError, BuildFailed, HostError
+from bakehouse.host import read_gpus
 from bakehouse.lock import Lock
+from bakehouse.plan.image import CUDA_ROOT, SCRIPTS, base_name, expected_of, script
 from bakehouse.plan.types import ImagePlan
-from bakehouse.ports.docker import ImageFacts
+from bakehouse.ports.docker import OURS, Answered, ContainerSpec, ImageFacts, Mount
+from bakehouse.ports.docker_engine import RealDocker
+from bakehouse.ports.docker_errors import explain
+from bakehouse.ports.process import Captured, Finished, environment
 from bakehouse.recipe.load import Loaded
 from bakehouse.recipe.model import Build
 from bakehouse.records.store import Run
+from bakehouse.redact import clean
 from bakehouse.sources.configs import architectures
 from bakehouse.sources.images import ensure_image
+from bakehouse.toolkit.artifact import accept_artifact, accept_devices, covers, find_cuda_file
+from bakehouse.toolkit.embedded import read_cuda_file
+from bakehouse.toolkit.find import NotAToolkit, inspect
+from bakehouse.toolkit.force import ARCHITECTURES, wants_cuda
 from bakehouse.toolkit.settle import for_builder
+from bakehouse.toolkit.types import Requested, split_list
+from bakehouse.toolkit.views import Told
+from bakehouse.util.files import write_atomic
+
+PASSED_ON = (
+    "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY",
+)  # fmt: skip
+OLD_CLIENT = 23
+"""From this version on, Docker's command line builds with BuildKit only through buildx."""
+DRIVER = "libcuda.so.1"
+"""The driver's library: the engine adds the machine's own to a container with a GPU."""
+STUB_FOLDER = "/run/bakehouse-driver-stub"
+ENGINE_FILES = (
+    ".dockerenv", "dev/", "proc/", "sys/", "etc/hostname", "etc/hosts", "etc/resolv.conf",
+    "etc/mtab",
+)  # fmt: skip
+"""Files that the engine adds to every container."""
+_BUILDKIT_PREFIX = re.compile(r"^#\d+ (?:\d+\.\d+ )?")
+_MISSING_PROGRAM = re.compile(r"(?:line )?\d+: ([\w./+-]+): (?:command )?not found$")
+_SOURCE_ROOTS = ("/build/src", "../src", "/build")
 
 
 class ImageArtifact(Frozen):
-    """An image that is here and was proven able. Size in bytes, unpacked."""
+    """A verified image on this machine. Size in bytes, unpacked."""
 
     image: str
-    """What it is run by."""
+    """The name that it is run by."""
     id: str
     """The engine's id of its content."""
     digest: str
@@ -33,69 +87,533 @@ class ImageArtifact(Frozen):
     user: str
     entrypoint: tuple[str, ...]
     says: str = ""
-    """Versions that it claims."""
+    """Versions that it reports."""
     version: str = ""
-    """The engine's version that it claims; empty for an image that was not asked."""
+    """The engine's version that it reports; empty if it was not queried."""
     content: str = ""
-    """Digest of the file tree, of an image that was built here."""
+    """Digest of the file tree, if it was built here."""
     checks: tuple[Check, ...]
     reused: bool
-    """Whether nothing had to be pulled, built or asked."""
+    """Whether nothing had to be pulled, built or queried."""
     seconds: float
 
 
-def ensure(ctx: Context, loaded: Loaded, lock: Lock, plan: ImagePlan, run: Run) -> ImageArtifact:
-    """Have the plan's image, and evidence that it is able of what the recipe needs.
+class ImageFile(Frozen):
+    """One entry of a file tree. Mode as in `0755`; `link` is a link's target."""
 
-    Raises HostError (9), LockError (4), NotFound (3), BuildFailed (6) where it is not able.
+    path: str
+    kind: str
+    mode: str
+    owner: str
+    size: int = 0
+    sha256: str = ""
+    link: str = ""
+
+
+class Built(Frozen):
+    """The record of an image that was built."""
+
+    id: str
+    content: str
+    """Digest of `files`."""
+    checks: tuple[Check, ...]
+    files: tuple[ImageFile, ...]
+
+
+class BuiltImage(NamedTuple):
+    """An image, the digest of its file tree if it was built here, and its checks."""
+
+    facts: ImageFacts
+    content: str = ""
+    checks: tuple[Check, ...] = ()
+
+
+def ensure(ctx: Context, loaded: Loaded, lock: Lock, plan: ImagePlan, run: Run) -> ImageArtifact:
+    """Pull or build the plan's image, and verify that it supports what the recipe needs.
+
+    Raises HostError (9), LockError (4), NotFound (3), BuildFailed (6) if it does not.
     """
     started = ctx.clock.monotonic()
     run.pin(build=plan.digest)
-    found, content, made, reused = _have(ctx, loaded, lock, plan, run)
-    checks, able, known = _able(ctx, loaded, lock, plan, found, run)
+    built, reused = _pull_or_build(ctx, loaded, lock, plan, run)
+    checks, found, known = _probe(ctx, loaded, lock, plan, built.facts, run)
     return ImageArtifact(
-        image=plan.image, id=found.id, digest=plan.digest, size=found.size, user=found.user,
-        entrypoint=found.entrypoint, says=summary(able) if able else "", content=content,
-        version=able.versions.get("vllm", "") if able else "", checks=(*made, *checks),
-        reused=reused and known, seconds=round(ctx.clock.monotonic() - started, 3),
+        image=plan.image, id=built.facts.id, digest=plan.digest, size=built.facts.size,
+        user=built.facts.user, entrypoint=built.facts.entrypoint, content=built.content,
+        says=summary(found) if found else "", checks=(*built.checks, *checks),
+        version=found.versions.get("vllm", "") if found else "", reused=reused and known,
+        seconds=round(ctx.clock.monotonic() - started, 3),
     )  # fmt: skip
 
 
-def _have(
+def _pull_or_build(
     ctx: Context, loaded: Loaded, lock: Lock, plan: ImagePlan, run: Run
-) -> tuple[ImageFacts, str, tuple[Check, ...], bool]:
-    """The image, its content's digest (of one that is built), checks, and if it was here."""
-    if plan.dockerfile and (there := built_already(ctx, plan)):
-        run.checks(there[2])
-        return (*there, True)
-    held = ctx.docker.image(plan.image)
+) -> tuple[BuiltImage, bool]:
+    """The image, and whether it was here already."""
+    if plan.dockerfile and (kept := built_already(ctx, plan)):
+        run.checks(kept.checks)
+        return kept, True
+    present = ctx.docker.image(plan.image) is not None
     for role, pin in plan.pins.items():
         with run.step("pull" if role == "image" else f"pull-{role}"):
             found = ensure_image(ctx, pin, plan.arch)
     if not plan.dockerfile:
-        return found, "", (), held is not None
+        return BuiltImage(found), present
     if loaded.recipe.image:
-        return (*lay_over(ctx, lock, plan, run, recipes=loaded.folder), False)
+        from bakehouse.build.image_overlay import lay_over  # it imports this module
+
+        return lay_over(ctx, lock, plan, run, recipes=loaded.folder), False
     build = for_builder(ctx, loaded.recipe).build or Build()
-    return (*build_image(ctx, lock, plan, build, run), False)
+    return build_image(ctx, lock, plan, build, run), False
 
 
-def _able(
-    ctx: Context, loaded: Loaded, lock: Lock, plan: ImagePlan, found: ImageFacts, run: Run
-) -> tuple[tuple[Check, ...], Able | None, bool]:
-    """Ask and judge; give the checks, what the image says of itself, and if that was known."""
-    if plan.asks is None:
+def _probe(
+    ctx: Context, loaded: Loaded, lock: Lock, plan: ImagePlan, image: ImageFacts, run: Run
+) -> tuple[tuple[Check, ...], ImageCapabilities | None, bool]:
+    """Query a vLLM image: its checks, its answer, and whether the answer was kept before."""
+    needs = plan.asks
+    if needs is None:
         return (), None, True
     wanted = {
-        role: plan.asks.overridden.get(role)
+        role: needs.overridden.get(role)
         or architectures(ctx, loaded.folder, loaded.recipe, lock, role)
-        for role in plan.asks.roles
+        for role in needs.roles
     }
     with run.step("able"):
-        able, known = ask_able(ctx, found.id, plan.image, names_of(wanted, plan.asks))
-    run.fact("image", {"ref": plan.image, "id": found.id, **as_facts(able)})
-    for name, version in able.versions.items():
+        found, known = probe_image(ctx, image.id, plan.image, names_of(wanted, needs))
+    run.fact("image", {"ref": plan.image, "id": image.id, **as_facts(found)})
+    for name, version in found.versions.items():
         run.version(name, version)
-    checks = require_able(able, plan.asks, wanted, plan.image)
+    checks = require_capabilities(found, needs, wanted, plan.image)
     run.checks(checks)
-    return checks, able, known
+    return checks, found, known
+
+
+# Any image that is built by `docker build`.
+
+
+@dataclass(frozen=True)
+class DockerBuild:
+    """One build of a plan's image, in a work folder that holds its context."""
+
+    ctx: Context
+    plan: ImagePlan
+    run: Run
+    env: dict[str, str]
+    folder: Path
+
+    @classmethod
+    def start(cls, ctx: Context, plan: ImagePlan, run: Run) -> DockerBuild:
+        """Prepare a build whose base images are here. Raises HostError without Docker's CLI."""
+        env = build_environment(ctx)
+        for pin in plan.pins.values():
+            if pin.local:  # a Dockerfile cannot name an image by id
+                repository, _, tag = base_name(pin).rpartition(":")
+                ctx.docker.tag(pin.id, repository, tag)
+        return cls(ctx, plan, run, env, ctx.places.images / ".work" / plan.digest)
+
+    def docker(
+        self,
+        step_id: str,
+        first: Callable[..., FirstError | None] | None = None,
+        on_line: Callable[[str], None] = lambda _: None,
+    ) -> Path:
+        """Run a step's `docker build`; return its log. `first` finds a compiler's first error.
+
+        Raises BuildFailed or HostError, first cause first.
+        """
+        step = self.plan.step(step_id)
+        with self.run.step(step.id, step.argv) as taken:
+            done = self.ctx.processes.run(
+                step.argv, env=self.env, cwd=self.folder, log=taken.log, keep_lines=20_000,
+                on_line=lambda line: on_line(_BUILDKIT_PREFIX.sub("", line)),
+            )  # fmt: skip
+            taken.ended(done)
+        if done.ok:
+            return taken.log
+        raise _failed(step.id, done, first, taken.log)
+
+    def result(self) -> ImageFacts:
+        """Return the image that was built. Raises BuildFailed if there is none."""
+        found = self.ctx.docker.image(self.plan.image)
+        if found is None:
+            raise BuildFailed("the build left no image", where=self.plan.image, hint="see its log")
+        return found
+
+    def keep(
+        self,
+        found: ImageFacts,
+        checks: tuple[Check, ...],
+        files: tuple[ImageFile, ...] | None = None,
+    ) -> BuiltImage:
+        """Record what was built, file by file, and its checks."""
+        files = image_files(self.ctx.docker, found.id) if files is None else files
+        built = Built(id=found.id, content=tree_digest(files), checks=checks, files=files)
+        write_atomic(_record_path(self.ctx, self.plan), to_json(built).encode())
+        return BuiltImage(found, built.content, checks)
+
+
+def build_environment(ctx: Context) -> dict[str, str]:
+    """Return the environment of `docker build`. Raises HostError without Docker's CLI."""
+    extra = {name: ctx.environment[name] for name in PASSED_ON if name in ctx.environment}
+    env = environment(extra, base=ctx.environment)
+    if ctx.processes.capture(("docker", "buildx", "version"), env=env, timeout=20).ok:
+        return {**env, "DOCKER_BUILDKIT": "1"}
+    version = ctx.processes.capture(("docker", "--version"), env=env, timeout=20)
+    if not version.ok:
+        raise HostError(
+            "building an image needs Docker's command line, which was not found",
+            where=version.err.strip() or "docker --version", id="docker-cli",
+            hint="install it: docker-ce-cli and docker-buildx-plugin, or Debian's docker.io",
+        )  # fmt: skip
+    found = re.search(r"version (\d+)", version.out)
+    old = found is not None and int(found[1]) < OLD_CLIENT
+    return {**env, "DOCKER_BUILDKIT": "1" if old and ctx.docker.facts().buildkit else "0"}
+
+
+def built_already(ctx: Context, plan: ImagePlan) -> BuiltImage | None:
+    """Return the image of this plan and its checks, if it is here and unchanged."""
+    try:
+        kept = Built.model_validate_json(_record_path(ctx, plan).read_bytes())
+    except (OSError, ValueError):
+        return None
+    found = ctx.docker.image(plan.image)
+    return BuiltImage(found, kept.content, kept.checks) if found and found.id == kept.id else None
+
+
+def _record_path(ctx: Context, plan: ImagePlan) -> Path:
+    return ctx.places.images / "built" / f"{plan.digest}.json"
+
+
+def _failed(
+    what: str, done: Finished, first: Callable[..., FirstError | None] | None, log: Path
+) -> HostError | BuildFailed:
+    lines = [_BUILDKIT_PREFIX.sub("", line) for line in done.lines]
+    known = explain("\n".join(lines), str(log))
+    if isinstance(known, HostError) and known.id in ("disk-full", "image-platform", "network"):
+        return known
+    if error := first(lines, _SOURCE_ROOTS) if first else None:
+        where, hint = error.place(str(log)), f"the whole log: {log}"
+        return BuildFailed(f"{what} failed: {error.message}", where=where, hint=hint)
+    if missing := next((found for line in lines if (found := _MISSING_PROGRAM.search(line))), None):
+        return BuildFailed(
+            f"{what} failed: the image has no {clean(missing[1])}", where=str(log),
+            hint="use a builder image with a compiler, CMake, Ninja and binutils: NVIDIA's "
+            "development images lack CMake and Ninja, so derive one with them"
+            if what in ("configure", "compile") else "use a base image that has it",
+            id="image-lacks",
+        )  # fmt: skip
+    last = next((line for line in reversed(lines) if line.strip()), f"exit code {done.code}")
+    return BuildFailed(f"{what} failed: {clean(last)}", where=str(log), hint=f"see {log}")
+
+
+def check_labels(plan: ImagePlan, found: ImageFacts) -> Check:
+    """Check that an image has the planned labels."""
+    wrong = {n: found.labels.get(n) for n, v in plan.labels.items() if found.labels.get(n) != v}
+    observed = f"others: {wrong}" if wrong else "as planned"
+    expected = f"{len(plan.labels)} labels of Bakehouse"
+    return check("image.labels", expected, observed, plan.image, ok=not wrong)
+
+
+# The file tree of an image: two builds of the same inputs are compared by it. Digests of images
+# differ even for equal files, since they cover times.
+
+
+class _Chunks:
+    """Chunks as a file that `tarfile` reads as a stream."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self._chunks = iter(chunks)
+
+    def read(self, _: int) -> bytes:
+        return next((chunk for chunk in self._chunks if chunk), b"")
+
+
+def read_tar(chunks: Iterable[bytes]) -> Iterator[tuple[tarfile.TarInfo, BinaryIO | None]]:
+    """Iterate over a tar stream: each entry, and its content if it is a file."""
+    with tarfile.open(fileobj=cast(Any, _Chunks(chunks)), mode="r|") as tar:
+        for entry in tar:
+            yield entry, cast("BinaryIO | None", tar.extractfile(entry) if entry.isfile() else None)
+
+
+@contextmanager
+def exported(
+    docker: RealDocker, image: str
+) -> Iterator[Iterator[tuple[tarfile.TarInfo, BinaryIO | None]]]:
+    """Iterate over an image's files as `read_tar` does; its container never starts."""
+    container = docker.create(ContainerSpec(image=image, argv=("none",), network="none"))
+    try:
+        yield read_tar(docker.export(container))
+    finally:
+        docker.remove(container)
+
+
+def image_files(
+    docker: RealDocker, image: str, *, below: str = "", target: Path | None = None
+) -> tuple[ImageFile, ...]:
+    """List an image's file tree, with the sha256 of every file.
+
+    Files directly in the image's folder `below` are also written to `target`.
+    """
+    found = []
+    with exported(docker, image) as entries:
+        for entry, content in entries:
+            if entry.name.startswith(ENGINE_FILES):
+                continue
+            folder, _, name = f"/{entry.name}".rpartition("/")
+            copy = target / name if target and entry.isfile() and folder == below else None
+            found.append(_image_file(entry, content, copy))
+    return tuple(sorted(found, key=lambda file: file.path))
+
+
+def _image_file(entry: tarfile.TarInfo, content: BinaryIO | None, copy: Path | None) -> ImageFile:
+    kinds = (("folder", entry.isdir()), ("file", entry.isfile()), ("link", entry.issym()),
+             ("hard link", entry.islnk()))  # fmt: skip
+    hashed = hashlib.sha256()
+    with copy.open("wb") if copy else nullcontext() as kept:
+        while content and (piece := content.read(2**20)):
+            hashed.update(piece)
+            if kept:
+                kept.write(piece)
+    return ImageFile(
+        path=entry.name.strip("/"),
+        kind=next((kind for kind, is_one in kinds if is_one), "other"),
+        mode=f"{entry.mode:04o}",
+        owner=f"{entry.uid}:{entry.gid}",
+        size=entry.size if entry.isfile() else 0,
+        sha256=hashed.hexdigest() if entry.isfile() else "",
+        link=entry.linkname,
+    )
+
+
+def tree_digest(files: Iterable[ImageFile]) -> str:
+    """Return one digest for a whole file tree."""
+    return digest([file.to_data() for file in files])
+
+
+# llama.cpp in a container.
+
+
+def build_image(ctx: Context, lock: Lock, plan: ImagePlan, build: Build, run: Run) -> BuiltImage:
+    """Build the plan's image; its base images are here. `build` has `native` expanded.
+
+    Raises BuildFailed (6), HostError (9), LockError (4).
+    """
+    job = DockerBuild.start(ctx, plan, run)
+    with digest_lock(ctx, ctx.places.images, plan.digest):
+        if kept := built_already(ctx, plan):
+            return kept
+        steps.clear(job.folder)
+        try:
+            with run.step("source"):
+                _write_context(job, lock)
+            configured = _configure(job)
+            expected, toolkit = _with_toolkit(
+                expected_of(build, lock, plan.arch), build, job.folder / "evidence",
+                configured.log_path,
+            )  # fmt: skip
+            checks = _accept(configured, expected, run)
+            with ctx.progress.bar("compile", "steps") as bar:
+                job.docker("compile", first_build_error, NinjaWatch(bar).line)
+            return _verify(job, lock, checks, expected, toolkit)
+        finally:
+            # Not sooner: the classic builder rebuilds every stage whose image is gone.
+            ctx.docker.remove_image(f"{plan.image}-evidence")
+            steps.clear(job.folder)
+
+
+def _write_context(job: DockerBuild, lock: Lock) -> None:
+    """Write exactly the files that the Dockerfile uses."""
+    tools = job.folder / "tools"
+    tools.mkdir(parents=True)
+    write_source(job.ctx, lock, job.folder / "src")
+    (job.folder / "Dockerfile").write_text(str(job.plan.dockerfile))
+    (job.folder / "query.json").write_text(file_api.questions())
+    for name, data in {
+        "git": git_stand_in(lock).encode(),
+        **{s: script(s) for s in SCRIPTS},
+    }.items():
+        (tools / name).write_bytes(data)
+        (tools / name).chmod(0o755)
+
+
+def _configure(job: DockerBuild) -> Configured:
+    job.ctx.progress.say("configure in the builder")
+    log = job.docker("configure", first_cmake_error)
+    out = job.folder / "evidence"
+    with exported(job.ctx.docker, f"{job.plan.image}-evidence") as entries:
+        for entry, content in entries:
+            path = out / entry.name
+            if content and out in path.resolve().parents:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content.read())
+    cmake_log = log.with_name(f"{log.stem}-cmake.log")
+    cmake_log.write_bytes((out / "configure.log").read_bytes())
+    try:
+        return file_api.read(out, cmake_log, job.folder / "src")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BuildFailed(
+            f"CMake's file API answers cannot be read: {error}", where=str(cmake_log),
+            hint="the builder image needs CMake 3.20 or newer",
+        ) from error  # fmt: skip
+
+
+def _with_toolkit(
+    expected: Expected, build: Build, evidence: Path, log: str
+) -> tuple[Expected, Told | None]:
+    """Add the builder's CUDA toolkit to what is expected. Raises BuildFailed if none works."""
+    if build.cuda is None or not wants_cuda(build):
+        return expected, None
+    try:
+        described = Told(evidence / "toolkit")
+        toolkit = inspect(described, Path(CUDA_ROOT, "bin", "nvcc"))
+        if toolkit.faults:
+            raise NotAToolkit("; ".join(toolkit.faults))
+    except (OSError, ValueError, NotAToolkit) as error:
+        raise BuildFailed(
+            f"the builder image has no complete CUDA toolkit at {CUDA_ROOT}: {error}", where=log,
+            hint="use a development image with CUDA, such as nvidia/cuda:13.0.2-devel-ubuntu24.04",
+            id="no-toolkit",
+        ) from error  # fmt: skip
+    requested = Requested(
+        version=build.cuda.version, definitions=asked(build.cmake),
+        architectures=split_list(str(build.cmake.get(ARCHITECTURES, ""))),
+    )  # fmt: skip
+    cuda = CudaExpected(toolkit=toolkit, requested=requested, links=dict(described.links))
+    return expected.model_copy(update={"cuda": cuda}), described
+
+
+def _accept(configured: Configured, expected: Expected, run: Run) -> tuple[Check, ...]:
+    with run.step("accept"):
+        checks = tuple(c for rule in RULES for c in rule(configured, expected))
+    run.checks(checks)
+    refuse_cuda(configured, expected, checks)
+    steps.all_passed("CMake's configuration is not what the recipe wants", decisive(checks))
+    return checks
+
+
+def _verify(
+    job: DockerBuild,
+    lock: Lock,
+    configured: tuple[Check, ...],
+    expected: Expected,
+    toolkit: Told | None,
+) -> BuiltImage:
+    """Check the image, its files and their libraries, and run its server."""
+    plan, found = job.plan, job.result()
+    inside = job.folder / "inside"
+    inside.mkdir()
+    below = plan.server.rpartition("/")[0]
+    files = image_files(job.ctx.docker, found.id, below=below, target=inside)
+    not_root = check("image.user", "not root", found.user or "root", plan.image,
+                     ok=not found.has_root)  # fmt: skip
+    checks: tuple[Check, ...] = (
+        check_labels(plan, found),
+        not_root,
+        *_check_files(inside, files, expected, toolkit, f"{below} in {plan.image}", below),
+    )
+    job.run.checks(checks)
+    steps.all_passed("the built image is not as planned", checks)
+    ran = _run_server(job, lock, found, toolkit.stub if toolkit else None)
+    if expected.cuda and job.ctx.docker.facts().nvidia:
+        ran += _check_devices(job, found.id, inside)
+    job.run.checks(ran)
+    steps.all_passed("the built image failed verification", (*checks, *ran))
+    return job.keep(found, (*configured, *checks, *ran), files)
+
+
+def _check_files(
+    copies: Path,
+    files: Iterable[ImageFile],
+    expected: Expected,
+    toolkit: Told | None,
+    where: str,
+    server_folder: str,
+) -> tuple[Check, ...]:
+    """Check an image's files; `copies` has those that were built, `files` is all of them."""
+    names = sorted(file.name for file in copies.iterdir())
+    installed = judge_files(copies, names, where)
+    present = {PurePosixPath(file.path).name for file in files if file.kind != "folder"}
+    missing = sorted(set(installed.system) - present - {DRIVER})
+    libraries = check(
+        "image.libraries", "every library that the built files load",
+        f"the runtime image lacks {', '.join(missing)}" if missing else "all of them", where,
+        ok=not missing,
+    )  # fmt: skip
+    checks = (*installed.checks, libraries)
+    if expected.cuda and toolkit:
+        cuda = expected.cuda
+        checks += accept_artifact(copies, cuda.toolkit, cuda.requested, toolkit.same)
+    # The copies are removed afterwards: name the image's own files instead.
+    return tuple(
+        one.model_copy(update={
+            "observed": one.observed and one.observed.replace(str(copies), server_folder),
+            "where": one.where.replace(str(copies), server_folder),
+        })
+        for one in checks
+    )  # fmt: skip
+
+
+def _run_server(
+    job: DockerBuild, lock: Lock, found: ImageFacts, stub: Path | None
+) -> tuple[Check, ...]:
+    """Run the image's server and check its stamp."""
+    step = job.plan.step("verify")
+    with job.run.step(step.id, step.argv) as taken:
+        answer = _ask_version(job, _question(found.id, *step.argv), stub)
+        taken.log.write_text(answer.out + answer.err)
+        taken.code = answer.code
+    if answer.code and DRIVER in answer.err:
+        job.run.fact("driver", "not run: no GPU here and no stub of the driver")
+        job.ctx.progress.say("no GPU here: the server of the image was not run")
+        return ()
+    caught = Captured(step.argv, answer.code, answer.out, answer.err)
+    where = f"{' '.join(step.argv)} in {job.plan.image}"
+    return steps.judge_version(caught, lock.stamp, lock.build_number, where)
+
+
+def _question(image: str, *argv: str) -> ContainerSpec:
+    return ContainerSpec(
+        image=image, entrypoint=argv[:1], argv=argv[1:], network="none", drop_capabilities=True,
+        labels={OURS: "question"},
+    )  # fmt: skip
+
+
+def _ask_version(job: DockerBuild, spec: ContainerSpec, stub: Path | None) -> Answered:
+    """Run the server of an image for its version.
+
+    A CUDA server does not start without a driver: it gets a GPU if the engine has one, else the
+    toolkit's stub of the driver, which is enough for a version.
+    """
+    docker = job.ctx.docker
+    answer = docker.ask(spec, timeout=steps.VERSION_S)
+    if not answer.code or DRIVER not in answer.err:
+        return answer
+    if docker.facts().nvidia:
+        return docker.ask(spec.model_copy(update={"gpus": "all"}), timeout=steps.VERSION_S)
+    if stub is None:
+        return answer
+    mount = Mount(source=str(stub.absolute()), target=f"{STUB_FOLDER}/{DRIVER}")
+    with_stub = {"mounts": (mount,), "env": {**spec.env, "LD_LIBRARY_PATH": STUB_FOLDER}}
+    try:
+        instead = docker.ask(spec.model_copy(update=with_stub), timeout=steps.VERSION_S)
+    except BakehouseError:  # an engine on another machine does not see our files
+        return answer
+    if not instead.code:
+        job.run.fact("driver", "no GPU here: --version ran with the driver's stub")
+    return instead
+
+
+def _check_devices(job: DockerBuild, image: str, copies: Path) -> tuple[Check, ...]:
+    """Let the image's server list its devices, if it has code for a GPU of this machine."""
+    gpus = read_gpus(job.ctx.processes)
+    file = find_cuda_file(copies)
+    embedded = read_cuda_file(file).embedded if file else frozenset()
+    if not any(covers(embedded, gpu.compute_capability) for gpu in gpus):
+        job.run.fact("devices", "built for another GPU than this machine's")
+        return ()
+    spec = _question(image, job.plan.server, "--list-devices").model_copy(update={"gpus": "all"})
+    answer = job.ctx.docker.ask(spec, timeout=steps.VERSION_S)
+    driver = [gpu.to_data() for gpu in gpus]
+    job.run.fact("devices", {"listed": clean(answer.out), "driver": driver})
+    return accept_devices(answer.out, gpus, embedded)

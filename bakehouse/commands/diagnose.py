@@ -17,7 +17,8 @@ from typing import IO, cast
 from bakehouse.context import Context
 from bakehouse.errors import HostError, NotFound, UsageError
 from bakehouse.outcome import Outcome
-from bakehouse.signatures import ENGINES, STAGES, Finding, Scanner, exit_code
+from bakehouse.signatures.model import ENGINES, STAGES, Finding, exit_code
+from bakehouse.signatures.scanner import Scanner
 
 _CHUNK = 1 << 18
 _GZIP = b"\x1f\x8b"

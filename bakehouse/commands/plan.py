@@ -1,8 +1,7 @@
-"""The task `plan`: every step that `build` and `serve` would run, printed; nothing run."""
+"""The task `plan`: print every step of `build` and `serve`; run none."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bakehouse.checks import Check, check
@@ -12,11 +11,10 @@ from bakehouse.errors import CheckpointError
 from bakehouse.lock import Lock
 from bakehouse.memory.advice import table
 from bakehouse.memory.recipe import find_machine, locked_weights, recipe_budget
-from bakehouse.memory.types import Budget
 from bakehouse.memory.weight import Weight
 from bakehouse.outcome import Outcome
 from bakehouse.patches import for_run
-from bakehouse.plan.types import ImagePlan, Plan
+from bakehouse.plan.types import ImagePlan
 from bakehouse.plan.whole import make_plan, survey
 from bakehouse.preflight import combinations
 from bakehouse.recipe.load import Loaded, find
@@ -35,16 +33,14 @@ class Options:
 
 
 def run(ctx: Context, options: Options) -> Outcome:
-    """Plan; needs the lock, no network, and runs no step."""
+    """Plan a recipe. Needs its lock, but no network."""
     asked = for_run.asked(options)
     path = find(options.recipe, ctx.recipes)
     loaded = combinations.load_good(path, options.set, asked.change(ctx))
     lock = for_run.ensure(ctx, loaded, asked, options.set, locked=True, fetch=False)
     plan, _ = make_plan(loaded, lock, survey(ctx, loaded.recipe, lock), ctx.places)
-    lines = [f"recipe {plan.recipe}, lock {plan.lock}", ""]
-    lines += step_lines(plan.fetch)
-    lines += ["", *build_lines(plan.build)]
-    lines += ["", *serve_lines(plan.serve)]
+    lines = [f"recipe {plan.recipe}, lock {plan.lock}", "", *step_lines(plan.fetch)]
+    lines += ["", *build_lines(plan.build), "", *serve_lines(plan.serve)]
     weights, checks = _weights(ctx, loaded, lock)
     toolkit = None if isinstance(plan.build, ImagePlan) else plan.build.expected.cuda
     bad = combinations.known_bad(
@@ -55,7 +51,10 @@ def run(ctx: Context, options: Options) -> Outcome:
         types=combinations.types_in(w.checkpoint for w in weights.values()),
     )
     combinations.refuse(loaded, bad)
-    memory = _memory(ctx, loaded, weights, plan) if weights else None
+    memory = None
+    if weights:
+        machine = find_machine(ctx.processes)
+        memory = recipe_budget(machine, loaded.recipe, weights, plan.serve.argv)
     checks = (*checks, *(memory.checks() if memory else ()), *bad)
     lines += ["", *(table(memory).splitlines() if memory else ["memory: the weights are damaged"])]
     lines += ["", *warned] if (warned := combinations.warnings(bad)) else []
@@ -66,7 +65,7 @@ def run(ctx: Context, options: Options) -> Outcome:
 def _weights(
     ctx: Context, loaded: Loaded, lock: Lock
 ) -> tuple[dict[str, Weight], tuple[Check, ...]]:
-    """The weights, by their headers where they are here; none, and why, where they are damaged."""
+    """The weights, by their headers if they are here; for damaged ones a failed check instead."""
     files = {
         role: paths.files
         for role, paths in locate(ctx.places, loaded.folder, loaded.recipe, lock).items()
@@ -74,10 +73,5 @@ def _weights(
     try:
         return locked_weights(lock, files), ()
     except CheckpointError as error:
-        whole = "whole weight files"
-        return {}, (check("weights", whole, error.what, error.where or "", ok=False),)
-
-
-def _memory(ctx: Context, loaded: Loaded, weights: Mapping[str, Weight], plan: Plan) -> Budget:
-    """The budget on this machine: from headers of weights that are here, else from pinned sizes."""
-    return recipe_budget(find_machine(ctx.processes), loaded.recipe, weights, plan.serve.argv)
+        expected = "complete weight files"
+        return {}, (check("weights", expected, error.what, error.where or "", ok=False),)

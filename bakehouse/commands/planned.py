@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bakehouse.errors import UsageError
-from bakehouse.plan.container import described
+from bakehouse.plan.serve import described
 from bakehouse.plan.types import ARTIFACT_RECORD, BuildPlan, ImagePlan, ServePlan, Step
 from bakehouse.redact import clean
 

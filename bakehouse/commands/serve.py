@@ -26,7 +26,7 @@ from bakehouse.outcome import Outcome
 from bakehouse.patches import for_run, standing
 from bakehouse.patches.standing import Standing
 from bakehouse.plan.types import BuildPlan, ImagePlan, ServePlan
-from bakehouse.plan.whole import make_plan, survey
+from bakehouse.plan.whole import make_plan, provide_toolkit, survey
 from bakehouse.preflight import combinations
 from bakehouse.preflight.admit import admit, refuse_by_size
 from bakehouse.probe.golden import known_of
@@ -205,7 +205,7 @@ def prepare(ctx: Context, wanted: Wanted, options: Options, record: Run) -> Want
     _admit(ctx, wanted, files, record, risk)
     if isinstance(wanted.build, ImagePlan):
         return wanted.of(ensure_image(ctx, wanted.loaded, wanted.lock, wanted.build, record))
-    survey(ctx, wanted.recipe, wanted.lock, make=True)
+    provide_toolkit(ctx, wanted.recipe, wanted.lock)
     ensure_build(ctx, wanted.lock, wanted.build, record)
     _able(ctx, wanted, wanted.build, record)
     return wanted

@@ -19,7 +19,7 @@ from bakehouse.probe.talk import Talk
 from bakehouse.probe.types import Endpoint, Known, Proof, SuiteProof
 from bakehouse.recipe.gate import Probe
 from bakehouse.recipe.model import Recipe
-from bakehouse.signatures import Scanner
+from bakehouse.signatures.scanner import Scanner
 
 _BLOCK = 1 << 18
 _LINE = 1 << 12

@@ -8,8 +8,8 @@ from bakehouse.context import Context
 from bakehouse.errors import BakehouseError
 from bakehouse.lock import Lock, PatchPin
 from bakehouse.patches.manifest import Manifest, PatchVerdict
-from bakehouse.signatures import Severity
 from bakehouse.signatures.catalogue import catalogue
+from bakehouse.signatures.model import Severity
 from bakehouse.sources.manifests import find_manifest, patches_folder
 
 UNSOUND = ("experimental", "harmful")

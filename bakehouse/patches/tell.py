@@ -10,7 +10,7 @@ from bakehouse.patches.contrast import Change
 from bakehouse.patches.evidence import Side
 from bakehouse.patches.judge import Judged
 from bakehouse.redact import clean
-from bakehouse.signatures import Severity
+from bakehouse.signatures.model import Severity
 
 KEPT = 20
 """Kinds of errors that go into the manifest; all of them are in the record."""

@@ -1,18 +1,32 @@
-"""Recipe, lock, build and weights to the argument list of a server. Pure."""
+"""Plan a server: its argument list, and its container if it has one. Pure.
+
+A container sees exactly the pinned files, each mounted by itself and read-only: other files beside
+them on the host are no input of the server.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import shlex
+from collections.abc import Mapping, Sequence
 
-from bakehouse.engines.engine import Asked, engine_of
+from bakehouse.engines.engine import Asked, Engine, engine_of
 from bakehouse.lock import Lock
 from bakehouse.places import Places
-from bakehouse.plan.container import ANY, inside, plan_container, weight_mounts
 from bakehouse.plan.types import ServePlan
+from bakehouse.ports.docker import OURS, ContainerSpec, Mount, Published
 from bakehouse.preflight.address import bind_address
-from bakehouse.recipe.argv import Origin, render
+from bakehouse.preflight.volumes import WEIGHTS, volumes
+from bakehouse.recipe.argv import render
+from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.variables import Paths, template_variables
+from bakehouse.recipe.variables import Paths, StandIn, template_variables
+
+ANY_ADDRESS = "0.0.0.0"  # noqa: S104 - of the container; the host publishes another address
+SERVER = f"{OURS}.server"
+"""Label with the server's folder on the host; set with each launch."""
+RECIPE = f"{OURS}.recipe"
+NONCE = f"{OURS}.nonce"
 
 
 def plan_serve(
@@ -28,35 +42,28 @@ def plan_serve(
     image: str | None = None,
     folder: str = "/",
 ) -> tuple[ServePlan, Asked]:
-    """Plan a server that runs `binary`, inside a container of `image` where there is one.
+    """Plan a server that runs `binary`, in a container of `image` if that is given.
 
-    `host` and `port` take the place of the recipe's; `origin` is where the command stands in the
-    recipe, `folder` what its volumes are relative to. Raises RecipeError for a template that gives
-    no command, or one that sets what Bakehouse sets; UsageError for an address that must not be
-    listened at.
+    `host` and `port` override the recipe's; `origin` is the command's place in the recipe, `folder`
+    the one that its volumes are relative to. Raises RecipeError for an invalid command, UsageError
+    for an address that must not be used.
     """
     engine = engine_of(recipe.engine)
     state = places.servers / recipe.name
     has_key = recipe.serve.api_key is not None
     address = bind_address(host or recipe.serve.host, has_key=has_key)
     chosen = recipe.serve.port if port is None else port
-    seen: Mapping[str, Paths] = {role: inside(role, lock) for role in weights} if image else weights
-    variables = template_variables(recipe, server=binary, weights=seen)
+    visible: Mapping[str, Paths] = {r: inside(r, lock) for r in weights} if image else weights
+    variables = template_variables(recipe, server=binary, weights=visible)
     command = render(recipe.serve.command, variables, origin=origin)
     engine.refuse(command, recipe, origin, lock)
     added, late = engine.additions(
         command, recipe,
-        host=ANY if image else address,
+        host=ANY_ADDRESS if image else address,
         port=engine.inside_port if image else chosen,
         key_file=str(state / "api-key") if has_key and not image else None,
     )  # fmt: skip
-    asked = engine.features(recipe, lock, command, engine.served(seen["model"]))
-    container = None
-    if image:
-        container = plan_container(
-            recipe, engine, image, weight_mounts(lock, weights), folder=folder, host=address,
-            port=chosen,
-        )  # fmt: skip
+    asked = engine.features(recipe, lock, command, engine.served(visible["model"]))
     plan = ServePlan(
         name=recipe.name,
         argv=(*command, *added),
@@ -66,6 +73,77 @@ def plan_serve(
         port=chosen,
         expects=engine.expectations(asked),
         suites=recipe.asked.suites or (),
-        container=container,
-    )
+        container=_container(
+            recipe, engine, image, weight_mounts(lock, weights), folder, address, chosen
+        ) if image else None,
+    )  # fmt: skip
     return plan, asked
+
+
+def container_name(server: str) -> str:
+    """Return the container's name for a server's; an instance's `@` is not allowed in it."""
+    return f"bakehouse-{server.replace('@', '.')}"
+
+
+def inside(role: str, lock: Lock) -> StandIn:
+    """Return the paths of one role's weights inside the container."""
+    base = WEIGHTS / role
+    files = tuple(str(base / pin.path) for pin in lock.weights[role].files)
+    loadable = [f for f in files if f.endswith((".gguf", ".safetensors"))]
+    first = min(loadable or files)
+    folder = os.path.commonpath([os.path.dirname(f) for f in files])
+    return StandIn(first, first if len(files) == 1 else folder, files)
+
+
+def weight_mounts(lock: Lock, weights: Mapping[str, Paths]) -> tuple[Mount, ...]:
+    """Mount each pinned file, read-only, at its path of `inside`."""
+    return tuple(
+        Mount(source=source, target=target)
+        for role, paths in weights.items()
+        for source, target in zip(paths.files, inside(role, lock).files, strict=True)
+    )
+
+
+def _container(
+    recipe: Recipe,
+    engine: Engine,
+    image: str,
+    mounts: Sequence[Mount],
+    folder: str,
+    host: str,
+    port: int,
+) -> ContainerSpec:
+    """Plan the container; the launch adds its command, the run's labels and an API key.
+
+    Raises UsageError for a volume that must not be mounted.
+    """
+    wanted = recipe.container
+    own = volumes(wanted.volumes if wanted else (), folder)
+    return ContainerSpec(
+        image=image,
+        name=container_name(recipe.name),
+        env={**engine.environment, **(wanted.env if wanted else {}), **recipe.serve.env,
+             **engine.forced_environment},
+        labels={OURS: "server", RECIPE: recipe.name},
+        user=wanted.user if wanted else None,
+        gpus=wanted.gpus if wanted else None,
+        ipc=wanted.ipc if wanted else None,
+        shm_size=wanted.shm_size if wanted else None,
+        memory=wanted.memory if wanted else None,
+        mounts=(*mounts, *own),
+        publish=(Published(port=engine.inside_port, host=host, host_port=port),),
+    )  # fmt: skip
+
+
+def described(spec: ContainerSpec) -> list[str]:
+    """Describe a container as options of `docker run`; its command follows."""
+    lines = [f"--name {spec.name}", "--restart no", "--entrypoint ''"]
+    for name in ("gpus", "ipc", "shm_size", "memory", "user"):
+        if value := getattr(spec, name):
+            lines.append(f"--{name.replace('_', '-')} {value}")
+    lines += [f"--publish {p.host}:{p.host_port or ''}:{p.port}" for p in spec.publish]
+    lines += [f"--env {shlex.quote(f'{name}={value}')}" for name, value in spec.env.items()]
+    for mount in spec.mounts:
+        mode = ":ro" if mount.read_only else ""
+        lines.append(f"--volume {shlex.quote(f'{mount.source}:{mount.target}{mode}')}")
+    return [*lines, spec.image]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bakehouse.base import Frozen, digest
 from bakehouse.engines.configured import Expected
+from bakehouse.engines.vllm.able import RequiredCapabilities
 from bakehouse.lock import ImagePin
 from bakehouse.ports.docker import ContainerSpec
 
@@ -43,7 +44,7 @@ class BuildInputs(Frozen):
     definitions: dict[str, str]
     """CMake definitions as they are passed, prefix maps left out."""
     tools: dict[str, str]
-    """Name to identity (version line, target) of every tool that shapes output, libc included."""
+    """Name to identity (version line, target) of every tool that affects output, libc included."""
     cpu: str | None = None
     """The host's CPU, if the build is made for it (GGML_NATIVE)."""
     environment: dict[str, str] = {}
@@ -84,78 +85,59 @@ class BuildPlan(Frozen):
         return (*(f"{folder}/src" for folder in folders), "../src", *folders)
 
     def step(self, id: str) -> Step:  # noqa: A002
-        """Give a step by its id; KeyError where there is none."""
+        """Return a step by its id. Raises KeyError."""
         return {step.id: step for step in self.steps}[id]
 
 
-class Asks(Frozen):
-    """What a vLLM image has to be able of; the architectures stand in the weights' config.json."""
-
-    roles: tuple[str, ...] = ("model",)
-    """Weights whose architectures the image has to know."""
-    overridden: dict[str, tuple[str, ...]] = {}
-    """By role: architectures that the command puts in the place of those."""
-    reasoning_parser: str | None = None
-    tool_parser: str | None = None
-    speculation: str | None = None
-    """The speculative method."""
-    compute_capability: str | None = None
-    """Of the GPU that the recipe is for."""
-
-
 class ImagePlan(Frozen):
-    """How an image comes to be here, and what it is asked before it counts as able."""
+    """How to pull or build an image, and what it must support."""
 
     digest: str
     """Covers everything that can change the image's content."""
     image: str
-    """What it is run by: NAME@sha256:…, an id, or the tag of the one that is built."""
+    """The name that it is run by: NAME@sha256:…, an id, or the tag of a built image."""
     arch: str
     pins: dict[str, ImagePin]
-    """By role: what is pulled."""
+    """By role: the images to pull."""
     server: str
     """The engine's command inside the image."""
     dockerfile: str | None = None
-    """Text of the Dockerfile, where an image is built."""
+    """Text of the Dockerfile, if the image is built."""
     args: dict[str, str] = {}
     labels: dict[str, str] = {}
-    asks: Asks | None = None
+    asks: RequiredCapabilities | None = None
+    """What the image must support; None for an image without vLLM."""
     steps: tuple[Step, ...]
     not_reproducible: str = ""
 
     @property
     def pin(self) -> ImagePin:
-        """The image that is run, or the one that the built image starts from."""
+        """The image that is run, or the base of the built one."""
         return self.pins["image"] if "image" in self.pins else self.pins["runtime"]
 
     def step(self, id: str) -> Step:  # noqa: A002
-        """Give a step by its id; KeyError where there is none."""
+        """Return a step by its id. Raises KeyError."""
         return {step.id: step for step in self.steps}[id]
 
 
 class ServePlan(Frozen):
-    """How a server is launched and what it has to prove."""
+    """How to launch a server, and what it must prove."""
 
     name: str
     argv: tuple[str, ...]
     late: tuple[int, ...] = ()
-    """Places in `argv` at which `{nonce}` stands for the run's nonce. Anywhere else it is text."""
+    """Indexes in `argv` at which `{nonce}` means the run's nonce; elsewhere it is text."""
     env: dict[str, str]
     host: str
     port: int
-    """0 lets the system choose; the port is then read from the server's own socket."""
+    """0 lets the system choose; the port is then read from the server's socket."""
     expects: tuple[str, ...]
     suites: tuple[str, ...]
     container: ContainerSpec | None = None
-    """What runs `argv`, where it is a container; its entrypoint is set aside."""
-
-    @property
-    def digest(self) -> str:
-        """Digest of all that shapes the server and what it has to prove."""
-        return digest(self)
+    """Runs `argv`, if the server is in a container; the image's entrypoint is not used."""
 
     def command(self, nonce: str) -> tuple[str, ...]:
-        """Give the argument list of one run."""
+        """Return the argument list of one run."""
         return tuple(
             text.replace("{nonce}", nonce) if place in self.late else text
             for place, text in enumerate(self.argv)
@@ -163,7 +145,7 @@ class ServePlan(Frozen):
 
 
 class Plan(Frozen):
-    """Everything, in order."""
+    """The whole plan of a recipe, in order."""
 
     recipe: str
     lock: str

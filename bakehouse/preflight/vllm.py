@@ -1,118 +1,109 @@
-"""What vLLM's settings must not be together: rules over a rendered command, with their sources.
+"""Rules across the settings of a vLLM command, each with its source. Pure.
 
-Pure. Each is something that the engine finds late, after minutes of loading, and blames on
-something else.
+The engine finds each of these problems late, after minutes of loading, and blames something else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bakehouse.engines.vllm.environment import judge
 from bakehouse.engines.vllm.flags import Command
-from bakehouse.engines.vllm.reached import Pinned
+from bakehouse.engines.vllm.reach import Pinned, check_variables
 from bakehouse.recipe.model import Recipe
 from bakehouse.toolkit.force import Conflict
 
 COMMAND = ("serve", "command")
-STAGES_DRAFTS = frozenset({"dflash"})
-"""Methods whose drafter stages the draft of every sequence in one batch."""
-SEED = "Muse Glimmer on a DGX Spark, the write-up of 2026-08-19"
-SHM_LEAST = 2**30
-UNSEEN_SEQUENCES = 1024
-"""What vLLM 0.32 takes for max_num_seqs on 70 GiB of memory and more."""
+BATCHED_DRAFTERS = frozenset({"dflash"})
+"""Methods whose drafter puts the draft tokens of every sequence in one batch."""
+SOURCE = "Muse Glimmer on a DGX Spark, the write-up of 2026-08-19"
+MIN_SHM = 2**30
+"""Bytes of /dev/shm for several workers."""
+DEFAULT_SEQUENCES = 1024
+"""max_num_seqs of vLLM 0.32 with 70 GiB of memory and more."""
 
 
 def conflicts(recipe: Recipe, command: Command) -> tuple[Conflict, ...]:
-    """Everything in a vLLM recipe that cannot work together."""
+    """Return everything in a vLLM recipe that cannot work together."""
     return (
         *_draft_space(command),
-        *_context(recipe, command),
-        *_cache(recipe, command),
+        *_same_values(recipe, command),
         *_shared_memory(recipe, command),
         *_environment(recipe),
     )
 
 
 def _draft_space(command: Command) -> Iterator[Conflict]:
-    """A DFlash drafter writes past its input where the batch has no room for all drafts."""
-    if command.method not in STAGES_DRAFTS:
+    """A DFlash drafter writes past its input if the batch has no room for all draft tokens."""
+    if command.method not in BATCHED_DRAFTERS:
         return
     drafts = command.draft_tokens
     sequences = command.number("--max-num-seqs")
     budget = command.number("--max-num-batched-tokens")
     needs = f"{command.method} needs max_num_seqs x (1 + num_speculative_tokens) tokens a batch"
-    lacking = [
-        name
-        for name, value in (
-            ("num_speculative_tokens", drafts),
-            ("--max-num-seqs", sequences),
-            ("--max-num-batched-tokens", budget),
-        )
-        if value is None
-    ]
     if drafts is None or sequences is None or budget is None:
+        values = {
+            "num_speculative_tokens": drafts, "--max-num-seqs": sequences,
+            "--max-num-batched-tokens": budget,
+        }  # fmt: skip
+        missing = " and ".join(name for name, value in values.items() if value is None)
         yield Conflict(
             COMMAND,
-            f"{needs}, and {' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} left to "
-            f"the engine, which takes up to {UNSEEN_SEQUENCES} sequences and 2048 tokens; "
-            f"without the room it dies of a device-side assert (known from: {SEED})",
+            f"{needs}, but the command does not set {missing}; the engine's defaults go up to "
+            f"{DEFAULT_SEQUENCES} sequences and 2048 tokens, and it then crashes with a "
+            f"device-side assert (known from: {SOURCE})",
             "set both, for instance --max-num-seqs 256 --max-num-batched-tokens 8192",
         )
         return
     wanted = sequences * (1 + drafts)
     if wanted > budget:
         fitting = budget // sequences - 1
-        lower = f", or draft {fitting} tokens" if fitting > 0 else ""
+        fewer = f", or draft {fitting} tokens" if fitting > 0 else ""
         yield Conflict(
             COMMAND,
-            f"{needs}: {sequences} x (1 + {drafts}) = {wanted}, and --max-num-batched-tokens is "
-            f"{budget}; the draft input overruns, and the engine dies of a device-side assert "
-            f"(known from: {SEED})",
-            f"set --max-num-batched-tokens to {wanted} or more{lower}, or serve fewer sequences",
+            f"{needs}: {sequences} x (1 + {drafts}) = {wanted}, but --max-num-batched-tokens is "
+            f"{budget}; the draft input overflows, and the engine crashes with a device-side "
+            f"assert (known from: {SOURCE})",
+            f"set --max-num-batched-tokens to {wanted} or more{fewer}, or serve fewer sequences",
         )
 
 
-def _context(recipe: Recipe, command: Command) -> Iterator[Conflict]:
-    told, asked = command.number("--max-model-len"), recipe.serve.context
-    if told and asked and told != asked:
+def _same_values(recipe: Recipe, command: Command) -> Iterator[Conflict]:
+    """A value in both the command and a key of the recipe must be the same."""
+    serve, length = recipe.serve, command.number("--max-model-len")
+    if length and serve.context and length != serve.context:
         yield Conflict(
             COMMAND,
-            f"--max-model-len is {told}, and serve.context is {asked}",
+            f"--max-model-len is {length}, but serve.context is {serve.context}",
             "write --max-model-len {{ serve.context }}",
         )
-
-
-def _cache(recipe: Recipe, command: Command) -> Iterator[Conflict]:
-    told, asked = command.text("--kv-cache-dtype") or "auto", recipe.serve.kv_cache
-    if asked and told != asked:
+    kv_cache = command.text("--kv-cache-dtype") or "auto"
+    if serve.kv_cache and kv_cache != serve.kv_cache:
         yield Conflict(
             COMMAND,
-            f"--kv-cache-dtype is {told}, and serve.kv_cache is {asked}",
+            f"--kv-cache-dtype is {kv_cache}, but serve.kv_cache is {serve.kv_cache}",
             "write --kv-cache-dtype {{ serve.kv_cache }}",
         )
 
 
 def _shared_memory(recipe: Recipe, command: Command) -> Iterator[Conflict]:
-    """Workers talk through /dev/shm, of which a container has 64 MiB unless more is asked for."""
+    """Workers communicate through /dev/shm; a container has 64 MiB of it by default."""
     workers = (command.number("--tensor-parallel-size") or 1) * (
         command.number("--pipeline-parallel-size") or 1
     )
     container = recipe.container
-    enough = container and (container.ipc == "host" or (container.shm_size or 0) >= SHM_LEAST)
+    enough = container and (container.ipc == "host" or (container.shm_size or 0) >= MIN_SHM)
     if workers > 1 and not enough:
         yield Conflict(
             ("container",) if container else COMMAND,
-            f"{workers} workers talk through /dev/shm, of which the container has 64 MiB: NCCL "
-            "fails with 'unhandled system error'",
+            f"{workers} workers communicate through /dev/shm, and the container has 64 MiB of it: "
+            "NCCL fails with 'unhandled system error'",
             "set container.ipc: host, or container.shm_size: 16GiB",
         )
 
 
 def _environment(recipe: Recipe) -> Iterator[Conflict]:
-    """What reaches past the pins, takes evidence away, or turns a crash into corruption."""
-    there = Pinned(recipe)
-    boxed = recipe.container.env if recipe.container else {}
-    for room, given in (("container", boxed), ("serve", recipe.serve.env)):
-        for name, (message, hint) in judge(given, there):
-            yield Conflict((room, "env", name), f"{room}.env {message}", hint)
+    pinned = Pinned(recipe)
+    variables = recipe.container.env if recipe.container else {}
+    for section, env in (("container", variables), ("serve", recipe.serve.env)):
+        for name, (message, hint) in check_variables(env, pinned):
+            yield Conflict((section, "env", name), f"{section}.env {message}", hint)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from bakehouse.checks import Check, check
 from bakehouse.redact import clean
-from bakehouse.signatures import Severity, scan
+from bakehouse.signatures.model import Severity
+from bakehouse.signatures.scanner import scan
 
 LOG_BYTES = 32 << 20
 """So much of a log's beginning is read, in bytes: what went wrong first stands there."""

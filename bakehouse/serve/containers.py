@@ -16,7 +16,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from bakehouse.errors import BakehouseError, HostError, UsageError
-from bakehouse.plan.container import NONCE, SERVER, container_name
+from bakehouse.plan.serve import NONCE, SERVER, container_name
 from bakehouse.plan.types import ServePlan
 from bakehouse.ports.docker import ContainerFacts, Mount
 from bakehouse.ports.docker_engine import REMEMBERED_S, RealDocker, find_endpoint

@@ -14,7 +14,7 @@ from bakehouse.checks import Check, check, not_passed
 from bakehouse.context import Context
 from bakehouse.engines.engine import NONCE_ALIAS, Answer, Asked, Engine, engine_of
 from bakehouse.errors import BakehouseError, NotCorrect, NotHealthy
-from bakehouse.plan.container import NONCE
+from bakehouse.plan.serve import NONCE
 from bakehouse.probe.prove import explain
 from bakehouse.probe.types import Endpoint, Proof, SuiteProof
 from bakehouse.records.model import Answer as Said

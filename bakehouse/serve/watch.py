@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bakehouse.signatures import Scanner
+    from bakehouse.signatures.scanner import Scanner
 
 CHUNK = 1 << 20
 LONGEST_LINE = 1 << 16
@@ -58,7 +58,7 @@ class LogWatch:
         if not lines:
             return []
         if self.scanner is None:
-            from bakehouse.signatures import Scanner  # 20 MB that a keeper needs only now
+            from bakehouse.signatures.scanner import Scanner
 
             self.scanner = Scanner(engine=self.engine)
         new = {(f.id, f.severity) for line in lines for f in self.scanner.feed(line)}

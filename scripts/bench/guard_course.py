@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bakehouse.serve.guard import GIB, Bounds
 from bakehouse.serve.keeper import MEMORY_GRACE_S
-from bakehouse.util.text import size_text
+from bakehouse.util.text import size_text as size
 from tests.support.spark import COURSES, TOTAL, play
 
 
@@ -24,8 +24,8 @@ def main() -> None:
     """Print a line a course."""
     bounds = Bounds.usual(TOTAL, unified=True)
     print(
-        f"{size_text(TOTAL)} of unified memory: warned below {size_text(bounds.warn)}, stopped below "
-        f"{size_text(bounds.stop)}, above {bounds.stall:.0%} stalls or {size_text(bounds.swap)}/s of swap"
+        f"{size(TOTAL)} of unified memory: warned below {size(bounds.warn)}, stopped below "
+        f"{size(bounds.stop)}, above {bounds.stall:.0%} stalls or {size(bounds.swap)}/s of swap"
     )
     print(f"{'course':<36} {'warned':>9} {'stopped':>9} {'to nothing':>11} {'TERM to KILL':>13}")
     for name, course in COURSES.items():

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.signatures import Finding, exit_code, scan
+from bakehouse.signatures.model import Finding, exit_code
+from bakehouse.signatures.scanner import scan
 
 
 def _findings(*argv: str | Path, cwd: Path | None = None) -> tuple[Finding, ...]:

@@ -3,69 +3,37 @@
 from __future__ import annotations
 
 import difflib
-import gzip
 import hashlib
-import io
 import json
 import shutil
-import subprocess
-import tarfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bakehouse.build.image_files import differences, image_files
+from bakehouse.build.image import image_files
 from bakehouse.ports.docker import ContainerSpec
-from tests.conftest import INVOKE, ROOT
 from tests.support import vllm_stand_in as stand_in
-from tests.support.checkpoints import gguf_bytes, llama_metadata, safetensors_bytes
+from tests.support.checkpoints import safetensors_bytes
 from tests.support.docker_engine import Engine, make_image
+from tests.support.file_trees import differences
 from tests.support.githost import Repo, serve_git
+from tests.support.image_builds import BUILDER, ImageHome, write_small_recipe
 from tests.support.recipes import recipe_data, write_recipe
 from tests.support.small_engine import FILES
 from tests.support.vllm_image import debian, import_root
 
 pytestmark = [pytest.mark.integration, pytest.mark.docker, pytest.mark.timeout(240)]
 
-BUILDER, BASE = "build-test/builder:1", "build-test/vllm:1"
+BASE = "build-test/vllm:1"
 PACKAGES = "/usr/lib/python3/dist-packages"
 GLIMMER = "MuseGlimmerForCausalLM"
 
 
-@dataclass
-class Home:
-    """A user's home with one recipe."""
-
-    folder: Path
-    engine: Engine
-
-    def run(self, task: str, *flags: str, exits: int = 0, **env: str) -> dict[str, Any]:
-        environment = {
-            **self.engine.environment,
-            "BAKEHOUSE_HOME": str(self.folder / "home"),
-            **env,
-        }
-        argv = [str(INVOKE), task, "--recipe", str(self.folder / "test.yaml"), "--json", *flags]
-        done = subprocess.run(
-            argv, cwd=ROOT, env=environment, capture_output=True, check=False, timeout=200
-        )
-        assert done.returncode == exits, done.stdout.decode() + done.stderr.decode()
-        assert b"Traceback" not in done.stderr
-        document: dict[str, Any] = json.loads(done.stdout)
-        return document
-
-    def forget(self, image: str) -> None:
-        """Remove an image and what was built for it, the builder's cache included."""
-        self.engine.cli("rmi", "--force", image)
-        self.engine.cli("builder", "prune", "--all", "--force")
-
-
 @pytest.fixture
-def home(tmp_path: Path, docker_engine: Engine) -> Iterator[Home]:
-    yield Home(tmp_path, docker_engine)
+def home(tmp_path: Path, docker_engine: Engine) -> Iterator[ImageHome]:
+    yield ImageHome(tmp_path, docker_engine)
     for repository in ("bakehouse/test",):
         for one in set(docker_engine.cli("images", "--quiet", repository).split()):
             docker_engine.cli("rmi", "--force", one)
@@ -78,32 +46,8 @@ def builder(docker_engine: Engine, test_cache: Path) -> str:
     return import_root(docker_engine, root, BUILDER, "ENV PATH=/usr/bin:/bin")
 
 
-def archive(folder: Path, files: Mapping[str, str]) -> dict[str, Any]:
-    """Pack a source; give the recipe's words for it."""
-    plain = io.BytesIO()
-    with tarfile.open(fileobj=plain, mode="w") as tar:
-        for name, text in files.items():
-            info = tarfile.TarInfo(f"small/{name}")
-            info.size, info.mtime = len(text.encode()), 1_700_000_000
-            tar.addfile(info, io.BytesIO(text.encode()))
-    data = gzip.compress(plain.getvalue(), mtime=0)
-    (folder / "small.tar.gz").write_bytes(data)
-    sha256 = hashlib.sha256(data).hexdigest()
-    return {"archive": {"path": "small.tar.gz", "sha256": sha256, "number": 77}}
-
-
-def small(home: Home, files: Mapping[str, str] = FILES, **build: Any) -> None:
-    """Write the recipe of the small engine, built in a container."""
-    (home.folder / "model.gguf").write_bytes(gguf_bytes(llama_metadata()))
-    bases = {role: {"x86_64": BUILDER} for role in ("builder", "runtime")}
-    data = recipe_data(
-        source=archive(home.folder, files), build={"where": "docker", "bases": bases, **build}
-    )
-    write_recipe(home.folder, data)
-
-
-def test_a_server_is_built_in_a_container(home: Home, builder: str) -> None:
-    small(home, cmake={"SMALL_GREETING": "good morning $HOME"})
+def test_image_build_of_a_server(home: ImageHome, builder: str) -> None:
+    write_small_recipe(home, cmake={"SMALL_GREETING": "good morning $HOME"})
     lock = home.run("lock")["result"]["lock"]
     dry = home.run("build", "--dry-run")["result"]
     built = home.run("build")
@@ -134,9 +78,9 @@ def test_a_server_is_built_in_a_container(home: Home, builder: str) -> None:
     assert again["checks"] == built["checks"], "the evidence is shown again"
 
 
-def test_two_builds_give_the_same_files(home: Home, builder: str) -> None:
+def test_image_build_is_reproducible(home: ImageHome, builder: str) -> None:
     """By BuildKit, where the command line has it, and by the classic builder."""
-    small(home)
+    write_small_recipe(home)
     home.run("lock")
     port = home.engine.port()
     first = home.run("build", PATH="/usr/bin:/bin:/usr/sbin:/sbin")["result"]
@@ -157,8 +101,8 @@ def test_two_builds_give_the_same_files(home: Home, builder: str) -> None:
     assert differences(files, image_files(port, second["image"])) == ()
 
 
-def test_the_first_error_of_a_build_is_named(home: Home, builder: str) -> None:
-    small(home, {**FILES, "ggml.c": "int broken( { return 1; }\n"})
+def test_image_build_names_the_first_error(home: ImageHome, builder: str) -> None:
+    write_small_recipe(home, {**FILES, "ggml.c": "int broken( { return 1; }\n"})
     error = home.run("build", exits=6)["error"]
     assert error["what"].startswith("compile failed: ")
     assert "expected" in error["what"]
@@ -167,8 +111,10 @@ def test_the_first_error_of_a_build_is_named(home: Home, builder: str) -> None:
     assert home.engine.cli("ps", "--all", "--quiet") == "", "the failed step's container is left"
 
 
-def test_what_cmake_does_not_use_is_refused_before_it_compiles(home: Home, builder: str) -> None:
-    small(home, cmake={"SMALL_GREETINGS": "typo"})
+def test_image_build_refuses_unused_definitions_before_compiling(
+    home: ImageHome, builder: str
+) -> None:
+    write_small_recipe(home, cmake={"SMALL_GREETINGS": "typo"})
     failed = home.run("build", exits=6)
     assert failed["error"]["id"] == "not-accepted"
     assert "SMALL_GREETING" in failed["error"]["what"]
@@ -176,22 +122,22 @@ def test_what_cmake_does_not_use_is_refused_before_it_compiles(home: Home, build
     assert steps[-1]["id"] == "accept"
 
 
-def test_a_builder_that_lacks_a_program_is_told_by_its_name(
-    home: Home, builder: str, docker_engine: Engine
+def test_image_build_names_a_program_missing_in_the_builder(
+    home: ImageHome, builder: str, docker_engine: Engine
 ) -> None:
     """NVIDIA's development images have no CMake: the fault that most people meet first."""
     bare = make_image(docker_engine, "build-test/no-cmake:1", "ENV PATH=/bin")
     assert bare
     bases = {role: {"x86_64": "build-test/no-cmake:1"} for role in ("builder", "runtime")}
-    small(home, bases=bases)
+    write_small_recipe(home, bases=bases)
     error = home.run("build", exits=6)["error"]
     assert error["id"] == "image-lacks"
-    assert error["what"] == "configure failed: the image that it runs in has no cmake"
+    assert error["what"] == "configure failed: the image has no cmake"
     assert "derive one" in error["hint"]
 
 
-def test_an_image_is_not_built_for_one_cpu(home: Home, builder: str) -> None:
-    small(home, cmake={"GGML_NATIVE": True})
+def test_image_build_refuses_ggml_native(home: ImageHome, builder: str) -> None:
+    write_small_recipe(home, cmake={"GGML_NATIVE": True})
     assert home.run("build", exits=9)["error"]["id"] == "image-native"
 
 
@@ -211,7 +157,7 @@ def base(docker_engine: Engine, test_cache: Path, tmp_path_factory: pytest.TempP
                        'ENTRYPOINT ["vllm","serve"]', more=more)  # fmt: skip
 
 
-def served(home: Home, **image: Any) -> None:
+def served(home: ImageHome, **image: Any) -> None:
     """Write a recipe that needs an architecture that the base image lacks."""
     model = home.folder / "model"
     model.mkdir(exist_ok=True)
@@ -243,13 +189,13 @@ new file mode 100644
 """
 
 
-def test_the_base_alone_is_not_able(home: Home, base: str) -> None:
+def test_overlay_base_alone_lacks_the_architecture(home: ImageHome, base: str) -> None:
     served(home)
     error = home.run("build", exits=6)["error"]
     assert error["id"] == "image-unable"
 
 
-def test_a_patch_makes_it_able(home: Home, base: str) -> None:
+def test_overlay_of_a_patch_adds_the_architecture(home: ImageHome, base: str) -> None:
     (home.folder / "fix.patch").write_text(GOOD + TEST_FILE)
     served(home, patches=[{"file": "fix.patch"}])
     home.run("lock")
@@ -281,8 +227,8 @@ def test_a_patch_makes_it_able(home: Home, base: str) -> None:
         (TEST_FILE, 6, "overlay-empty"),
     ],
 )
-def test_patches_that_cannot_be_laid_over(
-    home: Home, base: str, text: str, code: int, id_: str
+def test_overlay_refuses_patches(
+    home: ImageHome, base: str, text: str, code: int, id_: str
 ) -> None:
     (home.folder / "fix.patch").write_text(text)
     served(home, patches=[{"file": "fix.patch"}])
@@ -290,7 +236,7 @@ def test_patches_that_cannot_be_laid_over(
     assert error["id"] == id_, error
 
 
-def test_a_mod_makes_it_able(home: Home, base: str) -> None:
+def test_overlay_with_a_mod_adds_the_architecture(home: ImageHome, base: str) -> None:
     mod = home.folder / "mods/glimmer"
     mod.mkdir(parents=True)
     (mod / "new.py").write_text(stand_in.MORE)
@@ -339,7 +285,9 @@ def branch(registry: str = stand_in.REGISTRY, **more: str) -> dict[str, str]:
     return package | more
 
 
-def test_a_branch_makes_it_able(home: Home, base: str, upstream: Repo) -> None:
+def test_overlay_of_a_branch_adds_the_architecture(
+    home: ImageHome, base: str, upstream: Repo
+) -> None:
     files = branch(stand_in.MORE, **{"vllm/new.py": "new = 1\n", "docs/x.md": "x"})
     del files["vllm/old.py"]
     commit = upstream.commit(files, ref="refs/pull/51655/head")
@@ -360,7 +308,7 @@ def test_a_branch_makes_it_able(home: Home, base: str, upstream: Repo) -> None:
     assert found.labels["bakehouse.source"] == commit
 
 
-def test_branches_that_cannot_be_laid_over(home: Home, base: str, upstream: Repo) -> None:
+def test_overlay_refuses_branches(home: ImageHome, base: str, upstream: Repo) -> None:
     commit = upstream.commit(branch(stand_in.MORE, **{"csrc/kernel.cu": "new"}))
     served(home, source={"git": upstream.url, "commit": commit})
     error = home.run("build", exits=6)["error"]

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from bakehouse.build.image_files import image_files
+from bakehouse.build.image import image_files
 from bakehouse.context import Context
 from bakehouse.places import Places
 from bakehouse.toolkit.provide import pin_toolkit, provide
-from tests.integration.test_docker_build import BUILDER, Home, small
 from tests.support.docker_engine import Engine, make_image
+from tests.support.image_builds import BUILDER, ImageHome, write_small_recipe
 from tests.support.small_cuda import CUDA_FILES
 from tests.support.small_engine import FILES
 from tests.support.vllm_image import debian, import_root
@@ -32,8 +32,8 @@ CUDA = {"GGML_CUDA": True, "CMAKE_CUDA_ARCHITECTURES": "90-real"}
 
 
 @pytest.fixture
-def home(tmp_path: Path, docker_engine: Engine) -> Iterator[Home]:
-    yield Home(tmp_path, docker_engine)
+def home(tmp_path: Path, docker_engine: Engine) -> Iterator[ImageHome]:
+    yield ImageHome(tmp_path, docker_engine)
     for one in set(docker_engine.cli("images", "--quiet", "bakehouse/test").split()):
         docker_engine.cli("rmi", "--force", one)
 
@@ -67,12 +67,12 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def recipe(home: Home, builder: str, runtime: str = RUNTIME, **changes: Any) -> None:
+def recipe(home: ImageHome, builder: str, runtime: str = RUNTIME, **changes: Any) -> None:
     """The small engine with a kernel, from one builder image."""
     files = changes.pop("files", SOURCE)
     bases = {"builder": {"x86_64": builder}, "runtime": {"x86_64": runtime}}
     cuda = {"version": changes.pop("version", "13.0")}
-    small(home, files, bases=bases, cuda=cuda, cmake={**CUDA, **changes})
+    write_small_recipe(home, files, bases=bases, cuda=cuda, cmake={**CUDA, **changes})
 
 
 def last_step(document: dict[str, Any]) -> str:
@@ -80,7 +80,7 @@ def last_step(document: dict[str, Any]) -> str:
     return str(record["steps"][-1]["id"])
 
 
-def test_a_cuda_server_is_built_in_a_container(home: Home, builders: dict[str, str]) -> None:
+def test_cuda_image_build_of_a_server(home: ImageHome, builders: dict[str, str]) -> None:
     recipe(home, builders["13.0"])
     home.run("lock")
     built = home.run("build")
@@ -105,8 +105,8 @@ def test_a_cuda_server_is_built_in_a_container(home: Home, builders: dict[str, s
     assert home.run("build")["result"]["reused"]
 
 
-def test_another_release_than_the_recipes_is_refused_before_it_compiles(
-    home: Home, builders: dict[str, str]
+def test_cuda_image_build_refuses_another_release_before_compiling(
+    home: ImageHome, builders: dict[str, str]
 ) -> None:
     recipe(home, builders["13.2"])
     failed = home.run("build", exits=6)
@@ -115,8 +115,8 @@ def test_another_release_than_the_recipes_is_refused_before_it_compiles(
     assert last_step(failed) == "accept"
 
 
-def test_an_architecture_that_the_source_changes_is_refused(
-    home: Home, builders: dict[str, str]
+def test_cuda_image_build_refuses_an_architecture_changed_by_the_source(
+    home: ImageHome, builders: dict[str, str]
 ) -> None:
     lists = SOURCE["CMakeLists.txt"].replace(
         "enable_language(CUDA)", 'set(CMAKE_CUDA_ARCHITECTURES "75-real")\n  enable_language(CUDA)'
@@ -127,7 +127,9 @@ def test_an_architecture_that_the_source_changes_is_refused(
     assert "75-real" in failed["error"]["what"]
 
 
-def test_a_builder_without_a_toolkit_is_named(home: Home, builders: dict[str, str]) -> None:
+def test_cuda_image_build_names_a_builder_without_a_toolkit(
+    home: ImageHome, builders: dict[str, str]
+) -> None:
     """The source only warns, as llama.cpp does, and would go on without CUDA."""
     lists = FILES["CMakeLists.txt"] + (
         'option(GGML_CUDA "CUDA" OFF)\nmessage(WARNING "CUDA not found")\n'
@@ -140,8 +142,8 @@ def test_a_builder_without_a_toolkit_is_named(home: Home, builders: dict[str, st
     assert "nvidia/cuda:" in failed["error"]["hint"]
 
 
-def test_a_runtime_image_without_what_the_server_loads_is_named(
-    home: Home, builders: dict[str, str]
+def test_cuda_image_build_names_a_runtime_without_a_library(
+    home: ImageHome, builders: dict[str, str]
 ) -> None:
     make_image(home.engine, BARE)
     recipe(home, builders["13.0"], runtime=BARE)
@@ -158,10 +160,10 @@ def test_a_runtime_image_without_what_the_server_loads_is_named(
         ({"cuda": {"version": "13.0", "path": "/opt/cuda"}}, "path"),
     ],
 )
-def test_a_toolkit_of_this_machine_is_no_wish_for_a_container(
-    home: Home, build: dict[str, Any], named: str
+def test_cuda_image_build_refuses_a_toolkit_of_this_machine(
+    home: ImageHome, build: dict[str, Any], named: str
 ) -> None:
-    small(home, SOURCE, cmake=CUDA, **build)
+    write_small_recipe(home, SOURCE, cmake=CUDA, **build)
     said = json.dumps(home.run("check", exits=2))
     assert f"build.cuda.{named}" in said
     assert "in its builder image" in said

@@ -1,4 +1,4 @@
-"""The shipped recipe of a model with its own DFlash drafter, by its own names, from end to end.
+"""The shipped recipe of a model with its own DFlash drafter, end to end.
 
 The real vLLM for the CPU stands in for the image, under the recipe's own name; the drafter comes
 from a Hub on loopback, under its own name; the weights are tiny and random. What differs from the
@@ -49,10 +49,10 @@ STAND_IN = {
     "torchvision/transforms/v2/__init__.py": "from . import functional\n",
     "torchvision/transforms/v2/functional.py": "from torchvision.transforms.functional import *\n",
 }
-"""In the place of torchvision, which has no CPU build on the package index: it reads nothing."""
+"""Replaces torchvision, which has no CPU build on the package index."""
 
 
-class Kitchen:
+class RecipeCopy:
     """A copy of the shipped recipes, and all that they name."""
 
     def __init__(self, folder: Path, engine: Engine, arm: str, capsys: Any) -> None:
@@ -82,10 +82,10 @@ def hub() -> Iterator[str]:
 
 
 @pytest.fixture
-def kitchen(
+def shipped(
     tmp_path: Path, docker_engine: Engine, docker_registry: LocalRegistry, hub: str,
     vllm_image: str, vllm_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any,
-) -> Iterator[Kitchen]:  # fmt: skip
+) -> Iterator[RecipeCopy]:  # fmt: skip
     monkeypatch.setenv("BAKEHOUSE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_ENDPOINT", hub)
     for name, value in docker_engine.environment.items():
@@ -97,7 +97,7 @@ def kitchen(
     docker_registry.for_arm(repository, "x86", tag)
     docker_engine.cli("tag", vllm_image, IMAGE)
     tiny_glimmer.glimmer(tmp_path / "weights" / WEIGHTS, vllm_model)
-    yield Kitchen(tmp_path, docker_engine, f"{docker_registry.host}/{repository}:{tag}", capsys)
+    yield RecipeCopy(tmp_path, docker_engine, f"{docker_registry.host}/{repository}:{tag}", capsys)
     for one in folders(Places.from_environment(), boxed=True):
         stop(one)
     docker_engine.port().remove_image(IMAGE)
@@ -118,34 +118,32 @@ def seen(document: dict[str, Any]) -> dict[str, tuple[str, str]]:
     return {one["id"]: (one["verdict"], one["observed"]) for one in document["checks"]}
 
 
-def test_the_recipe_is_locked_planned_fetched_and_its_image_proven_able(
-    kitchen: Kitchen, vllm_image: str
-) -> None:
+def test_dflash_recipe_from_check_to_serve(shipped: RecipeCopy, vllm_image: str) -> None:
     for task in ("check", "lock", "plan", "fetch"):
-        code, document = kitchen.call(task)
+        code, document = shipped.call(task)
         assert code == 0, (task, document["error"])
-    lock = Lock.model_validate_json((kitchen.recipes / "here.lock.json").read_bytes())
+    lock = Lock.model_validate_json((shipped.recipes / "here.lock.json").read_bytes())
     assert lock.weights["drafter"].origin == f"hub:{DRAFTER}"
     assert {arch: pin.reference for arch, pin in lock.images["image"].items()} == {
-        "x86_64": IMAGE, "aarch64": kitchen.arm,
+        "x86_64": IMAGE, "aarch64": shipped.arm,
     }  # fmt: skip
 
     # As it is the image has the architecture registered, and cannot import it.
-    code, document = kitchen.call("build")
+    code, document = shipped.call("build")
     assert code == 6
     assert "No module named 'torchvision'" in document["error"]["where"]
 
-    with_stand_in(kitchen.engine, kitchen.folder / "over", vllm_image)
-    assert kitchen.call("build")[0] == 6  # the tag means another image, and the pin the same one
-    assert kitchen.call("lock", update=True)[0] == 0
-    code, document = kitchen.call("build")
+    with_stand_in(shipped.engine, shipped.folder / "over", vllm_image)
+    assert shipped.call("build")[0] == 6  # the tag means another image, and the pin the same one
+    assert shipped.call("lock", update=True)[0] == 0
+    code, document = shipped.call("build")
     assert code == 0, document["error"]
     told = seen(document)
     assert told["image.model"][1].startswith("MuseGlimmerForConditionalGeneration (vllm.")
     assert told["image.drafter"][1].startswith("DFlashMuseGlimmerAssistantModel (vllm.")
     assert told["image.speculation"] == ("passed", "dflash")
 
-    code, document = kitchen.call("serve", dry_run=True)
+    code, document = shipped.call("serve", dry_run=True)
     assert code == 0, document["error"]
     argv = document["result"]["serve"]["argv"]
     assert argv[:3] == ["vllm", "serve", "/weights/model"]
@@ -156,22 +154,22 @@ def test_the_recipe_is_locked_planned_fetched_and_its_image_proven_able(
     assert {"/weights/drafter/model.safetensors", "/weights/model/config.json"} <= mounted
 
     # Its drafter takes the newer model runner, which takes Triton, which a CPU does not have.
-    code, document = kitchen.call("serve", accept_memory_risk="measured with the real weights")
+    code, document = shipped.call("serve", accept_memory_risk="measured with the real weights")
     assert code == 7
     assert "Target model does not have 'model' attribute" in document["error"]["where"]
 
 
-def test_a_dflash_drafter_runs_and_random_weights_are_refused(
-    kitchen: Kitchen, vllm_image: str, vllm_model: Path
+def test_dflash_drafter_runs_and_random_weights_are_refused(
+    shipped: RecipeCopy, vllm_image: str, vllm_model: Path
 ) -> None:
     """On the CPU vLLM drafts by DFlash for a Qwen3; what it says is noise, at HTTP 200."""
-    model = tiny_glimmer.qwen(kitchen.folder / "qwen", vllm_model)
-    folder = kitchen.folder / "drafter"
+    model = tiny_glimmer.qwen(shipped.folder / "qwen", vllm_model)
+    folder = shipped.folder / "drafter"
     folder.mkdir()
     for name, data in tiny_glimmer.drafter("DFlashDraftModel", "qwen3").items():
         (folder / name).write_bytes(data)
     config = '{"method": "dflash", "model": "/weights/drafter", "num_speculative_tokens": 4}'
-    write_recipe(kitchen.recipes, {
+    write_recipe(shipped.recipes, {
         "schema": 1, "name": "qwen", "engine": "vllm", "image": {"ref": {"x86_64": vllm_image}},
         "container": {"shm_size": "1GiB", "env": ENV},
         "weights": {"model": {"path": str(model)}, "drafter": {"path": str(folder)}},
@@ -183,7 +181,7 @@ def test_a_dflash_drafter_runs_and_random_weights_are_refused(
         },
         "probe": {"suites": ["facts", "speculation"]},
     }, "qwen")  # fmt: skip
-    code, document = kitchen.call("serve", "qwen")
+    code, document = shipped.call("serve", "qwen")
     told = seen(document)
     assert code == 8, document["error"]
     assert told["speculation"] == ("passed", "dflash, 4 tokens")

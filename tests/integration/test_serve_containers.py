@@ -20,7 +20,7 @@ import pytest
 import requests
 
 from bakehouse import cli
-from bakehouse.plan.container import SERVER
+from bakehouse.plan.serve import SERVER
 from bakehouse.ports.docker import ContainerSpec
 from bakehouse.serve import containers, launch
 from bakehouse.serve.container_end import Seen

@@ -1,4 +1,4 @@
-"""What runs is the very image that was proven able, whatever its tag has come to mean since."""
+"""`serve` runs exactly the image that was verified, even if its tag was moved since."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def built(house: House, text: str) -> None:
     house.write(image_more={"mods": [{"folder": str(mod)}]})
 
 
-def test_a_tag_that_is_moved_after_the_proof_changes_nothing(
+def test_serve_ignores_a_tag_that_moved_after_verification(
     house: House,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -64,7 +64,7 @@ def test_a_tag_that_is_moved_after_the_proof_changes_nothing(
     assert house.engine.cli("exec", "bakehouse-boxed", "cat", "/etc/own") == "one"
 
 
-def test_a_server_of_an_image_that_is_no_longer_the_proven_one_is_another(
+def test_serve_refuses_to_reuse_a_server_of_another_image(
     house: House,
 ) -> None:
     built(house, "one")

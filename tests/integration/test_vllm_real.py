@@ -92,7 +92,7 @@ def seen(document: dict[str, Any], id_: str) -> str:
     return str(next(c["observed"] for c in document["checks"] if c["id"] == id_))
 
 
-def test_served_with_speculation_proven_measured_and_stopped(house: House, capsys: Any) -> None:
+def test_vllm_serves_with_speculation_and_stops(house: House, capsys: Any) -> None:
     more = f"{TOOLS} --speculative-config '{NGRAM}'"
     every = ("facts", "fluency", "likelihood", "json", "tools", "determinism", "concurrency")
     house.write("spec", more=more, serve={"speculation": "ngram"}, suites=every)
@@ -116,7 +116,7 @@ def test_served_with_speculation_proven_measured_and_stopped(house: House, capsy
     assert (code, document["result"]["servers"][0]["killed"]) == (0, False)
 
 
-def test_a_wrong_setting_that_answers_is_refused_by_the_gate(house: House, capsys: Any) -> None:
+def test_vllm_with_a_wrong_rotary_base_is_refused_by_the_gate(house: House, capsys: Any) -> None:
     """Rotary positions of another base: HTTP 200, the usual speed, fluent text, a wrong model."""
     if not (house.folder / "golden").is_dir():
         pytest.skip("the golden values are made by the test before this one")
@@ -146,7 +146,7 @@ def changed_model(house: House, name: str, **config: Any) -> Path:
     ],
     ids=["context", "shared-memory", "memory-limit"],
 )
-def test_what_really_goes_wrong_is_named(
+def test_vllm_failure_is_named(
     house: House, capsys: Any, name: str, over: dict[str, Any], says: str
 ) -> None:
     house.write(name, **over)
@@ -165,7 +165,7 @@ def test_what_really_goes_wrong_is_named(
     ],
     ids=["method", "model-type"],
 )  # fmt: skip
-def test_what_the_image_is_not_able_of_is_refused_before_launch(
+def test_vllm_feature_missing_in_the_image_is_refused_before_launch(
     house: House, capsys: Any, name: str, over: dict[str, Any], config: dict[str, Any]
 ) -> None:
     model = changed_model(house, f"model-{name}", **config) if config else None
@@ -176,7 +176,7 @@ def test_what_the_image_is_not_able_of_is_refused_before_launch(
     assert "nonsense" in f"{error['what']} {error['where']}".lower(), error
 
 
-def test_shards_that_are_not_whole_are_refused_before_launch(house: House, capsys: Any) -> None:
+def test_vllm_with_damaged_shards_is_refused_before_launch(house: House, capsys: Any) -> None:
     folder = changed_model(house, "model-cut")
     house.write("cut", model=folder)
     assert house.call(capsys, "lock", "cut")[0] == 0

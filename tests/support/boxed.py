@@ -12,7 +12,7 @@ import pytest
 
 from bakehouse import cli
 from bakehouse.places import Places
-from bakehouse.plan.container import SERVER
+from bakehouse.plan.serve import SERVER
 from bakehouse.serve.control import folders, stop
 from tests.support.docker_engine import Engine
 from tests.support.recipes import write_recipe

@@ -17,7 +17,8 @@ from bakehouse.build.work import moved, work_folder
 from bakehouse.context import Context
 from bakehouse.lock import Lock
 from bakehouse.places import Places
-from bakehouse.plan.whole import compiled, plan_engine, survey
+from bakehouse.plan.types import BuildPlan
+from bakehouse.plan.whole import plan_engine, survey
 from bakehouse.recipe.load import load
 from bakehouse.records.store import Run
 from bakehouse.resolve import lock_path, read_lock
@@ -39,7 +40,8 @@ def main() -> None:
     if sys.argv[3:] == ["online"]:
         ensure_tree(ctx, lock)
         return
-    plan = compiled(plan_engine(loaded, lock, survey(ctx, loaded.recipe, lock), ctx.places))
+    plan = plan_engine(loaded, lock, survey(ctx, loaded.recipe, lock), ctx.places)
+    assert isinstance(plan, BuildPlan)
     with Run.start(ctx, "build", loaded.recipe.name) as run, work_folder(ctx, plan) as work:
         here = moved(plan, work)
         write_source(ctx, lock, work / "src")

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from bakehouse.build.image_files import ImageFile, differences, tree_digest
-from bakehouse.build.overlay import refuse_compiled
+from bakehouse.build.image import ImageFile, tree_digest
+from bakehouse.build.image_overlay import refuse_compiled
 from bakehouse.engines.configured import Configured
 from bakehouse.errors import BuildFailed, HostError, UsageError
 from bakehouse.lock import ImagePin, Lock
-from bakehouse.plan.dockerfile import render
-from bakehouse.plan.image_build import definitions_of, expected_of, plan_image_build
+from bakehouse.plan.image import definitions_of, expected_of, plan_image_build, render
 from bakehouse.ports.docker import (
     ContainerSpec,
     Mount,
@@ -29,6 +28,7 @@ from bakehouse.ports.docker_engine import DEFAULT, find_endpoint, registry_of
 from bakehouse.ports.docker_errors import explain, unreachable
 from bakehouse.recipe.model import Build, Container, Recipe
 from bakehouse.sources.oci import parse
+from tests.support.file_trees import differences
 from tests.support.recipes import recipe_data
 from tests.support.small_engine import FAKE_HOST, small_lock
 

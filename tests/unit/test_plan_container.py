@@ -1,4 +1,4 @@
-"""The plan of a server in a container, for both engines: what is inside, and what is not."""
+"""The plan of a server in a container, for both engines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 
 from bakehouse.context import Context
 from bakehouse.lock import FilePin, Lock, WeightPin
-from bakehouse.plan.container import described
-from bakehouse.plan.serve import plan_serve
+from bakehouse.plan.serve import described, plan_serve
 from bakehouse.plan.types import ServePlan
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
@@ -47,7 +46,7 @@ def plan(ctx: Context, engine: str, file: str, **over: Any) -> ServePlan:
 @pytest.mark.parametrize(
     ("engine", "file", "port"), [("vllm", "m.safetensors", 8000), ("llama.cpp", "m.gguf", 8080)]
 )
-def test_inside_it_listens_on_all_and_outside_on_one(
+def test_container_listens_on_all_inside_and_one_address_outside(
     context: Context, engine: str, file: str, port: int
 ) -> None:
     made = plan(context, engine, file)
@@ -66,7 +65,7 @@ def test_inside_it_listens_on_all_and_outside_on_one(
     assert not [line for line in said if "privileged" in line or ".sock" in line]
 
 
-def test_the_key_stands_in_no_plan(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_has_no_api_key(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "tell-nobody")
     serve = {"api_key": {"env": "SOME_KEY"}}
     for engine, file in (("vllm", "m.safetensors"), ("llama.cpp", "m.gguf")):
@@ -75,7 +74,7 @@ def test_the_key_stands_in_no_plan(context: Context, monkeypatch: pytest.MonkeyP
         assert not [word for word in made.argv if "key" in word]
 
 
-def test_offline_stays_offline_and_the_recipe_adds(context: Context) -> None:
+def test_container_stays_offline_and_takes_the_recipes_variables(context: Context) -> None:
     made = plan(context, "vllm", "m.safetensors", container={"env": {"VLLM_X": "1"}})
     assert made.container
     assert made.container.env["HF_HUB_OFFLINE"] == "1"

@@ -1,4 +1,4 @@
-"""The whole plan: a golden file of the data, one of what is printed."""
+"""The whole plan: a golden file of its data, and one of its text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from bakehouse.commands.planned import build_lines, serve_lines, step_lines
 from bakehouse.context import Context
 from bakehouse.engines.llamacpp.cmake import NOTHING
 from bakehouse.errors import RecipeError
-from bakehouse.lock import FilePin, Lock, PatchPin, WeightPin
+from bakehouse.lock import FilePin, ImagePin, Lock, PatchPin, WeightPin
+from bakehouse.plan.image import plan_image, plan_image_build
 from bakehouse.plan.types import Plan, Step
 from bakehouse.plan.whole import Here, make_plan, survey
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.load import Loaded
 from bakehouse.recipe.model import Recipe
+from tests.support.recipes import recipe_data
 from tests.support.small_engine import (
     FAKE_HOST,
     FAKE_PLACES,
@@ -64,36 +66,76 @@ def golden(name: str, made: str) -> str:
     return path.read_text()
 
 
-def test_golden_data() -> None:
+def test_plan_data_is_golden() -> None:
     made = to_json(plan())
     assert json.loads(made) == json.loads(golden("whole-plan.json", made))
 
 
-def test_golden_text() -> None:
+def test_plan_text_is_golden() -> None:
     made = plan()
     lines = [*step_lines(made.fetch), *build_lines(made.build), *serve_lines(made.serve)]
     text = "\n".join(lines) + "\n"
     assert text == golden("whole-plan.txt", text)
 
 
-def test_a_plan_is_plain_data_and_comes_back_the_same() -> None:
+def test_plan_survives_json() -> None:
     made = plan()
     assert Plan.model_validate_json(to_json(made)) == made
 
 
-def test_steps_print_without_control_characters() -> None:
+def test_plan_text_has_no_control_characters() -> None:
     step = Step(id="x", title="a\x1b[2J", argv=("run", "a\nb\x07"), env={"A": "\x1b"})
     assert all(line.isprintable() for line in step_lines([step]))
 
 
-def test_the_place_of_a_forced_definition_is_named() -> None:
+def test_plan_names_the_line_of_a_refused_definition() -> None:
     recipe = small_recipe({"GIT_EXE": "git"})
     with pytest.raises(RecipeError) as caught:
         make_plan(loaded(recipe), lock(), Here(FAKE_TOOLS, FAKE_HOST, recipe, NOTHING), FAKE_PLACES)
     assert (caught.value.where or "").startswith(f"{FILE}:8:14: build.cmake.GIT_EXE: ")
 
 
-def test_an_image_needs_no_tools(context: Context) -> None:
+def image_pin(number: str, role: str) -> ImagePin:
+    return ImagePin(reference=f"base/{role}:1", name=f"docker.io/base/{role}",
+                    digest=f"sha256:{number * 64}", id="sha256:0", size=1)  # fmt: skip
+
+
+def test_image_plan_digests_do_not_change() -> None:
+    """Built images are found by them. They may change only together with a number of RULES."""
+    bases = {role: {"x86_64": f"base/{role}:1"} for role in ("builder", "runtime")}
+    pins = {"builder": {"x86_64": image_pin("1", "builder")},
+            "runtime": {"x86_64": image_pin("2", "runtime")}}  # fmt: skip
+    built = small_lock().model_copy(update={"images": pins})
+    cuda = {"cuda": {"version": "13.0"},
+            "cmake": {"GGML_CUDA": True, "CMAKE_CUDA_ARCHITECTURES": "90-real"}}  # fmt: skip
+    digests = []
+    for more in ({}, cuda):
+        data = recipe_data(build={"where": "docker", "bases": bases, **more})
+        digests.append(plan_image_build(Recipe.model_validate(data), built, FAKE_HOST).digest)
+    patch = PatchPin(id="fix", file=FilePin(path="fix.patch", size=99, sha256="c" * 64))
+    for patches in ([], [{"file": "a.patch"}]):
+        data = recipe_data(
+            engine="vllm", source=None, image={"ref": {"x86_64": "a/b:1"}, "patches": patches},
+            serve={"command": "vllm serve {{ weights.model.path }}"},
+        )  # fmt: skip
+        pulled = Lock(
+            recipe="r", engine="vllm", wants="", weights={}, patches=(patch,) if patches else (),
+            images={"image": {"x86_64": image_pin("3", "image")}},
+        )  # fmt: skip
+        command = ("vllm", "serve", "/weights/model", "--tool-call-parser", "hermes")
+        plan = plan_image(Recipe.model_validate(data), pulled, "x86_64", command)
+        assert plan.asks
+        assert plan.asks.tool_parser == "hermes"
+        digests.append(plan.digest)
+    assert digests == [
+        "4abc6501dbd3ab31b359e3d5af213f1b545d155cbeecd9425ec49352f0f75385",
+        "0f8d4793516a63019ae2f438ddf3a30c8744955e794214c9152c71b71f23ed00",
+        "df7b0706f12a4a488cad27f9ed8330f3f80da2d8fd88e3f0d4bca38d0d5927d4",
+        "93a18ed00e0a65e22e43ee5ee126355ef33a76da59467a542f2720070704de4f",
+    ]
+
+
+def test_survey_for_an_image_needs_no_tools(context: Context) -> None:
     data = {
         **small_recipe().to_data(), "engine": "vllm", "source": None, "build": None,
         "image": {"ref": {"x86_64": "vllm/vllm-openai:v1", "aarch64": "vllm/vllm-openai:v1"}},

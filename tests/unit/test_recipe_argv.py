@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bakehouse.errors import RecipeError
-from bakehouse.recipe.argv import Origin, render
+from bakehouse.recipe.argv import render
+from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.load import load
 from bakehouse.recipe.variables import StandIn, template_variables, trial_variables
 from tests.support.recipe_text import GOOD, loaded, write

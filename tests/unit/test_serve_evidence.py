@@ -16,7 +16,8 @@ from bakehouse.errors import BakehouseError
 from bakehouse.serve.causes import signature_check
 from bakehouse.serve.processes import Process
 from bakehouse.serve.proof import Evidence, Running, _stage
-from bakehouse.signatures import exit_code, scan
+from bakehouse.signatures.model import exit_code
+from bakehouse.signatures.scanner import scan
 
 MODELS = {
     "models": [{"name": "n", "capabilities": ["completion", "multimodal"]}],

@@ -10,11 +10,11 @@ from collections import Counter
 import pytest
 from pydantic import ValidationError
 
-from bakehouse.signatures import Scanner
 from bakehouse.signatures.catalogue import build, catalogue, every_row, resolve, wanted
 from bakehouse.signatures.judge import bound, filled
 from bakehouse.signatures.model import ENGINES, Row
 from bakehouse.signatures.pattern import parse, spellings
+from bakehouse.signatures.scanner import Scanner
 
 ROWS = every_row()
 TEMPLATES = [(row, text) for row in ROWS for text in row.pattern]

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from bakehouse.signatures import Finding, Scanner
 from bakehouse.signatures import scanner as module
 from bakehouse.signatures.catalogue import Signature, catalogue
 from bakehouse.signatures.judge import judge
+from bakehouse.signatures.model import Finding
+from bakehouse.signatures.scanner import Scanner
 from bakehouse.signatures.scanner import Scanner as Quick
 from bakehouse.signatures.text import decoded, message, spoken_from, without_colours
 

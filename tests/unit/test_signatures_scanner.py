@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bakehouse.signatures import Finding, Scanner, exit_code, scan
+from bakehouse.signatures.model import Finding, exit_code
 from bakehouse.signatures.pattern import shape
+from bakehouse.signatures.scanner import Scanner, scan
 from bakehouse.signatures.text import message, printable
 
 DATA = Path(__file__).resolve().parents[1] / "data"

@@ -1,19 +1,18 @@
-"""What vLLM's endpoints and log say: real answers of a real server, and what is not like them."""
+"""Checks of vLLM's endpoints and log, with the answers of a real server and changed ones."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bakehouse.checks import Verdict
 from bakehouse.engines.engine import Answer, engine_of
 from bakehouse.engines.vllm import evidence
-from bakehouse.engines.vllm.server import Features
-from bakehouse.signatures import scan
+from bakehouse.engines.vllm.evidence import Features
+from bakehouse.signatures.scanner import scan
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "vllm"
 LOG = (DATA / "cpu-ngram-ready.log").read_text().splitlines()
@@ -38,10 +37,10 @@ json_values = st.recursive(
 
 def judged(asked: Features = ALL, **changed: Any) -> dict[str, Verdict]:
     seen = {"models": MODELS, "metrics": METRICS, "log": LOG, **changed}
-    return {c.id: c.verdict for c in evidence.judge(asked, **seen)}
+    return {c.id: c.verdict for c in evidence.check_features(asked, **seen)}
 
 
-def test_a_real_server_passes_each_check() -> None:
+def test_evidence_of_a_real_server_passes() -> None:
     seen = judged()
     assert set(seen) == {
         "model-name", "model-path", "implementation", "context", "cache-size", "dtype",
@@ -55,9 +54,9 @@ def changed_log(old: str, new: str) -> list[str]:
     return [line.replace(old, new) for line in LOG]
 
 
-@pytest.mark.parametrize(
-    ("changed", "id_", "verdict"),
-    [
+def test_evidence_that_is_missing_or_different_does_not_pass() -> None:
+    off = "SpeculativeConfig(method='ngram', model=None, num_spec_tokens=4)"
+    rows: list[tuple[dict[str, Any], str, str]] = [
         ({"models": {"data": [{"id": "other"}]}}, "model-name", "failed"),
         ({"models": {}}, "model-name", "unknown"),
         ({"models": {"data": [{"id": "small", "root": "/else"}]}}, "model-path", "failed"),
@@ -73,42 +72,36 @@ def changed_log(old: str, new: str) -> list[str]:
         ({"log": changed_log("dtype=torch.float32", "dtype=torch.bfloat16")}, "dtype", "failed"),
         ({"log": changed_log("method='ngram'", "method='eagle3'")}, "speculation", "failed"),
         ({"log": changed_log("num_spec_tokens=4", "num_spec_tokens=40")}, "speculation", "failed"),
-        ({"log": changed_log("SpeculativeConfig(method='ngram', model=None, num_spec_tokens=4)",
-                             "None")}, "speculation", "failed"),
-    ],
-)  # fmt: skip
-def test_what_is_missing_or_other_does_not_pass(
-    changed: dict[str, Any], id_: str, verdict: str
-) -> None:
-    assert judged(**changed)[id_] == verdict
+        ({"log": changed_log(off, "None")}, "speculation", "failed"),
+    ]  # fmt: skip
+    wrong = [(id_, judged(**changed)[id_]) for changed, id_, verdict in rows
+             if judged(**changed)[id_] != verdict]  # fmt: skip
+    assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("told", "verdict"),
-    [({"version": "0.32.0"}, "passed"), ({"version": "0.31.0"}, "failed"), ({}, "unknown"),
-     ({"version": 32}, "unknown"), (None, "unknown"), ("0.32.0", "unknown")],
-)  # fmt: skip
-def test_the_version_is_the_one_that_the_image_gave(told: Any, verdict: str) -> None:
+def test_evidence_of_the_version_is_compared_with_the_images() -> None:
     asked = ALL.model_copy(update={"version": "0.32.0"})
-    assert judged(asked, version=told)["version"] == verdict
-    assert "version" not in judged(version=told)
+    rows: list[tuple[Any, str]] = [
+        ({"version": "0.32.0"}, "passed"), ({"version": "0.31.0"}, "failed"), ({}, "unknown"),
+        ({"version": 32}, "unknown"), (None, "unknown"), ("0.32.0", "unknown"),
+    ]  # fmt: skip
+    assert [judged(asked, version=told)["version"] for told, _ in rows] == [v for _, v in rows]
+    assert "version" not in judged(version={"version": "0.32.0"})
 
 
-def test_speculation_that_nobody_asked_for_is_seen() -> None:
+def test_evidence_of_unwanted_speculation_fails() -> None:
     none = ALL.model_copy(update={"speculation": None, "draft_tokens": None})
     assert judged(none)["speculation"] == "failed"
 
 
 @given(models=json_values, metrics=st.text(max_size=40))
-def test_no_answer_breaks_the_judge_and_nothing_passes_by_accident(
-    models: Any, metrics: str
-) -> None:
+def test_evidence_of_any_shape_never_passes(models: Any, metrics: str) -> None:
     seen = judged(models=models, metrics=metrics, log=[])
     assert Verdict.PASSED not in seen.values()
 
 
-def test_settings_are_read_at_the_top_level_only() -> None:
-    line, found = evidence.settled(LOG)
+def test_engine_settings_are_read_at_the_top_level_only() -> None:
+    line, found = evidence.engine_settings(LOG)
     assert line > 1
     assert found["version"] == "0.32.0"
     assert found["max_seq_len"] == "2048"
@@ -116,7 +109,7 @@ def test_settings_are_read_at_the_top_level_only() -> None:
     assert "reasoning_parser" not in found
 
 
-def test_stages_and_health() -> None:
+def test_loading_stages_and_health() -> None:
     said = [s for line in LOG if (s := evidence.stage(line))]
     assert "loading shards, 2 of 3" in said
     assert said[-1] == "started"
@@ -126,5 +119,5 @@ def test_stages_and_health() -> None:
     assert not engine.healthy(Answer(0, None, "connection refused"))
 
 
-def test_a_good_log_shows_nothing_bad() -> None:
+def test_log_of_a_real_server_has_no_bad_findings() -> None:
     assert not [finding for finding in scan(LOG, engine="vllm") if finding.bad]

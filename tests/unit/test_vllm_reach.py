@@ -1,19 +1,18 @@
-"""What flags and variables reach for: nothing that no lock pins, whichever flag names it."""
+"""vLLM's allowlist: no flag and no variable may name anything that is not pinned."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bakehouse.engines.vllm import environment, flags, reach, server
-from bakehouse.engines.vllm.reached import Pinned
+from bakehouse.engines.vllm import engine, flags, reach
 from bakehouse.preflight import vllm
 from bakehouse.preflight.rules import faults as recipe_faults
 from tests.support.recipes import make_loaded
-from tests.unit.test_vllm_server import GOOD, faults, lock, recipe
+from tests.support.vllm_commands import GOOD, command_faults, vllm_lock, vllm_recipe
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "vllm" / "flags-0.32.txt"
 ROWS = [line.split() for line in DATA.read_text().splitlines() if not line.startswith("#")]
@@ -24,65 +23,63 @@ HOSTILE = (
     "/weights/../etc/x", "/weights/model/../../x", "/weights/other/x", "//weights/model",
     "/weights", "/extras/../etc", "/extras2/x",
 )  # fmt: skip
-FREE = {name for name, rule in reach.FLAGS.items() if rule.kind == "free"}
-"""Flags whose text names nothing that is opened: each is in the table for that."""
 
 
-def test_the_reader_knows_the_engines_own_spellings() -> None:
-    for name, _, several, *others in ROWS:
-        for other in others:
-            if other.startswith("-") and not other.startswith("--no-"):
-                assert flags.spelling(other) == name, other
-        assert (name in flags.SEVERAL) == (several == "several" or name == "--middleware"), name
-
-
-def test_every_whole_flag_of_the_engine_is_taken_for_whole() -> None:
-    judged = (*reach.FLAGS, *server.JUDGED)
-    for name, _, _, *others in ROWS:
-        for one in (name, *(o for o in others if o.startswith("--"))):
-            assert flags.shortened(flags.spelling(one), judged) is None, one
-
-
-def test_the_table_names_flags_of_the_engine() -> None:
+def test_flags_table_matches_the_engines_help() -> None:
     of_older = {
         "--quantization-param-path", "--qlora-adapter-name-or-path", "--speculative-model",
         "--prompt-adapters",
     }  # fmt: skip
     assert set(reach.FLAGS) - of_older <= set(KINDS)
+    judged = (*reach.FLAGS, *engine.JUDGED)
+    for name, _, several, *others in ROWS:
+        assert (name in flags.SEVERAL) == (several == "several" or name == "--middleware"), name
+        for other in others:
+            if other.startswith("-") and not other.startswith("--no-"):
+                assert flags.spelling(other) == name, other
+        for one in (name, *(o for o in others if o.startswith("--"))):
+            assert flags.shortened(flags.spelling(one), judged) is None, one
 
 
-@pytest.mark.parametrize("flag", sorted(n for n, k in KINDS.items() if k in ("text", "json")))
-def test_no_flag_names_what_nothing_pins(flag: str) -> None:
-    """As text, as JSON, deep in it, key by key; every flag that takes text or JSON."""
-    if flag in FREE:
-        return
-    of_image = reach.FLAGS.get(flag, reach.ELSEWHERE).kind == "image"
-    shown = flags.spelling(flag).partition(".")[0]
-    for text in HOSTILE:
-        if of_image and text in ("/etc/passwd", "/extras2/x"):
-            continue
-        deep = json.dumps({"a": [{"b": text}]})
-        ways: tuple[tuple[str, ...], ...] = (
-            (flag, text), (flag, deep), (f"{flag}={text}",), (f"{flag}.a", text),
-        )  # fmt: skip
-        if flag in ("--lora-modules", "--prompt-adapters"):
-            named = json.dumps({"name": "a", "path": text})
-            ways = ((flag, f"a={text}"), (flag, named), (flag, "a=/extras/x", f"b={text}"))
-        for words in ways:
-            said = faults(*GOOD, *words, made=recipe(container=BOX))
-            assert shown in said, words
+def spellings(flag: str, text: str) -> Iterator[tuple[str, ...]]:
+    """A value as text, as JSON, deep in it, key by key."""
+    if flag in ("--lora-modules", "--prompt-adapters"):
+        yield flag, f"a={text}"
+        yield flag, json.dumps({"name": "a", "path": text})
+        yield flag, "a=/extras/x", f"b={text}"
+    else:
+        yield flag, text
+        yield flag, json.dumps({"a": [{"b": text}]})
+        yield (f"{flag}={text}",)
+        yield f"{flag}.a", text
 
 
-@pytest.mark.parametrize(
-    "flag", sorted(name for name, rule in reach.FLAGS.items() if rule.kind in ("pinned", "image"))
-)
-def test_what_is_pinned_or_mounted_may_be_named(flag: str) -> None:
-    made, pins = recipe(container=BOX), lock("a/b.json", "model.safetensors")
-    for text in ("/weights/model", "/weights/model/a", "/weights/model/a/b.json", "/own/x.jinja",
-                 "/extras"):  # fmt: skip
-        assert faults(*GOOD, flag, text, made=made, pins=pins) == "", text
-    for text in ("/weights/model/c", "/weights/model/a/b", "/weights/drafter"):
-        assert "which nothing pins" in faults(*GOOD, flag, text, made=made, pins=pins), text
+def test_flags_cannot_name_what_is_not_pinned() -> None:
+    """Every flag of the engine that takes text or JSON, except those that open nothing."""
+    taken, recipe = [], vllm_recipe(container=BOX)
+    for flag in (name for name, kind in KINDS.items() if kind in ("text", "json")):
+        kind = reach.FLAGS.get(flag, reach.ELSEWHERE).kind
+        shown = flags.spelling(flag).partition(".")[0]
+        for text in () if kind == "free" else HOSTILE:
+            if kind == "image" and text in ("/etc/passwd", "/extras2/x"):
+                continue
+            taken += [w for w in spellings(flag, text)
+                      if shown not in command_faults(*GOOD, *w, recipe=recipe)]  # fmt: skip
+    assert taken == []
+
+
+def test_flags_may_name_pinned_and_mounted_paths() -> None:
+    recipe, lock = vllm_recipe(container=BOX), vllm_lock("a/b.json", "model.safetensors")
+    good = ("/weights/model", "/weights/model/a", "/weights/model/a/b.json", "/own/x.jinja",
+            "/extras")  # fmt: skip
+    bad = ("/weights/model/c", "/weights/model/a/b", "/weights/drafter")
+    wrong = []
+    for flag in (name for name, rule in reach.FLAGS.items() if rule.kind in ("pinned", "image")):
+        for text in (*good, *bad):
+            said = command_faults(*GOOD, flag, text, recipe=recipe, lock=lock)
+            if said != "" if text in good else "which is not pinned" not in said:
+                wrong.append((flag, text, said))
+    assert wrong == []
 
 
 @pytest.mark.parametrize(
@@ -90,119 +87,103 @@ def test_what_is_pinned_or_mounted_may_be_named(flag: str) -> None:
     [
         (("--chat-template", "/vllm-workspace/examples/x.jinja"), ""),
         (("--chat-template", "{{ messages }}"), ""),
-        (("--chat-template", "x.jinja"), "nothing pins"),
+        (("--chat-template", "x.jinja"), "not pinned"),
         (("--generation-config", "vllm"), ""),
-        (("--generation-config", "/weights/model"), ""),
-        (("--generation-config", "gpt2"), "nothing pins|it takes auto, vllm"),
-        (("--tokenizer", "gpt2"), "names 'gpt2', which nothing pins"),
+        (("--generation-config", "gpt2"), "use auto, vllm"),
         (("--load-format", "fastsafetensors"), ""),
-        (("--load-format", "pt"), "unpickles"),
-        (("--load-format", "dummy"), "random numbers"),
         (("--load-format", "tensorizer"), "takes the model from a place"),
-        (("--load-format", "my-plugin"), "it takes auto"),
-        (("--distributed-executor-backend", "a.b.Executor"), "it takes mp"),
-        (("--compilation-config", '{"backend": "my.module.compile"}'), "it takes inductor"),
-        (("-cc.backend", "my.module.compile"), "it takes inductor"),
+        (("--load-format", "my-plugin"), "use auto"),
+        (("--distributed-executor-backend", "a.b.Executor"), "use mp"),
+        (("--compilation-config", '{"backend": "my.module.compile"}'), "use inductor"),
+        (("-cc.backend", "my.module.compile"), "use inductor"),
         (("--compilation-config", '{"backend": "inductor", "level": 3}'), ""),
         (("--compilation-config", '{"inductor_passes": {"a": "m.f"}}'), "must not set"),
         (("--hf-overrides", '{"auto_map": {"AutoConfig": "c.C"}}'), "must not set"),
         (("--hf-overrides", '{"rope_parameters": {"rope_type": "default"}}'), ""),
-        (("--kv-transfer-config", '{"kv_connector_module_path": "m"}'), "must not set"),
         (("--kv-transfer-config", '{"kv_connector": "OffloadingConnector"}'), ""),
-        (("--model-class-overrides", '{"A": "m:C"}'), "must not hold"),
-        (("--logits-processors", "m:C"), "must not hold"),
-        (("-dpa", "10.0.0.1"), "must not hold --data-parallel-address"),
-        (("--reasoning-config", '{"reasoning_end_str": "</think>"}'), ""),
+        (("-dpa", "10.0.0.1"), "must not set --data-parallel-address"),
         (("--ignore-patterns", "original/**/*", "x/*"), ""),
-        (("--lora-target-modules", "o_proj", "qkv_proj"), ""),
         (("--lora-modules", "a=/weights/model/lora", "b=/own/b"), ""),
         (("--default-chat-template-kwargs", '{"revision": "a/b"}'), ""),
-        (("--tool-server", "demo"), "must not hold"),
         (("--otlp-traces-endpoint", "http://127.0.0.1:4317"), ""),
-        (("--additional-config", "{not json/x"), "nothing pins"),
+        (("--additional-config", "{not json/x"), "not pinned"),
     ],
 )  # fmt: skip
-def test_words_keys_and_classes(words: tuple[str, ...], said: str) -> None:
-    found = faults(*GOOD, *words, made=recipe(container=BOX))
-    assert found == "" if not said else any(one in found for one in said.split("|")), found
+def test_flags_with_words_keys_and_classes(words: tuple[str, ...], said: str) -> None:
+    found = command_faults(*GOOD, *words, recipe=vllm_recipe(container=BOX))
+    assert found == "" if not said else said in found, found
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("rejection_sample_method", "synthetic"), ("synthetic_acceptance_length", 3.0),
-     ("draft_load_config", {"load_format": "pt"}), ("revision", "abc"), ("method", "custom_class")],
-)  # fmt: skip
-def test_speculation_that_is_made_up_or_unpinned(key: str, value: Any) -> None:
-    wanted = recipe(
+def test_flags_cannot_fake_or_unpin_speculation() -> None:
+    recipe = vllm_recipe(
         weights={"model": {"path": "m"}, "drafter": {"path": "d"}},
         serve={"command": "vllm serve", "speculation": "dflash"},
     )
     good = {"method": "dflash", "model": "/weights/drafter", "num_speculative_tokens": 4}
-    assert faults(*GOOD, "--speculative-config", json.dumps(good), made=wanted) == ""
-    bad = json.dumps({**good, key: value})
-    said = faults(*GOOD, "--speculative-config", bad, made=wanted)
-    assert "--speculative-config" in said
-    assert key in said or str(value) in said
+    assert command_faults(*GOOD, "--speculative-config", json.dumps(good), recipe=recipe) == ""
+    for key, value in {
+        "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0,
+        "draft_load_config": {"load_format": "pt"}, "revision": "abc", "method": "custom_class",
+    }.items():  # fmt: skip
+        bad = json.dumps({**good, key: value})
+        said = command_faults(*GOOD, "--speculative-config", bad, recipe=recipe)
+        assert "--speculative-config" in said
+        assert key in said or str(value) in said
 
 
 # The environment
 
 
-def unset(env: dict[str, str]) -> list[str]:
-    there = Pinned(recipe(container=BOX))
-    return [name for name, _ in environment.judge(env, there)]
+def refused(env: dict[str, str]) -> list[str]:
+    pinned = reach.Pinned(vllm_recipe(container=BOX))
+    return [name for name, (message, hint) in reach.check_variables(env, pinned)
+            if name in message and hint]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(environment.REFUSED))
-def test_variables_that_are_refused_and_why(name: str) -> None:
-    (found,) = environment.judge({name: "1"}, Pinned(recipe()))
-    assert found[0] == name
-    assert found[1][1]
-    assert unset({name: ""}) == []
+def test_variables_that_are_refused() -> None:
+    names = list(reach.REFUSED_VARIABLES)
+    assert refused(dict.fromkeys(names, "1")) == names
+    assert refused(dict.fromkeys(names, "")) == []
+    bad = (
+        ("HF_HUB_OFFLINE", "0"), ("HF_HUB_OFFLINE", ""), ("TRANSFORMERS_OFFLINE", "no"),
+        ("MODELSCOPE_API_TOKEN", "x"), ("WANDB_API_KEY", "x"), ("AWS_SECRET_ACCESS_KEY", "x"),
+        ("AWS_ACCESS_KEY_ID", "x"), ("PYTHONPATH", ":/usr/lib"), ("LD_PRELOAD", "/usr/a.so x.so"),
+    )  # fmt: skip
+    assert [(name, value) for name, value in bad if refused({name: value}) != [name]] == []
 
 
-@pytest.mark.parametrize("name", sorted(environment.OF_THE_IMAGE))
-def test_code_of_the_image_alone(name: str) -> None:
-    assert unset({name: "/usr/lib/x.so"}) == []
+def test_variables_that_name_code_must_name_the_images_own() -> None:
+    names = list(reach.IMAGE_VARIABLES)
+    assert refused(dict.fromkeys(names, "/usr/lib/x.so")) == []
     for value in ("x.so", "/extras/x.so", "/weights/model/x.so", "/usr/../own/x.so", "./x"):
-        assert unset({name: value}) == [name], value
-        assert unset({name: f"/usr/lib/a.so:{value}"}) == [name], value
+        assert refused(dict.fromkeys(names, value)) == names, value
+        assert refused(dict.fromkeys(names, f"/usr/lib/a.so:{value}")) == names, value
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("HF_HUB_OFFLINE", "0"), ("HF_HUB_OFFLINE", ""), ("TRANSFORMERS_OFFLINE", "no"),
-     ("MODELSCOPE_API_TOKEN", "x"), ("WANDB_API_KEY", "x"), ("AWS_SECRET_ACCESS_KEY", "x"),
-     ("AWS_ACCESS_KEY_ID", "x"), ("PYTHONPATH", ":/usr/lib"), ("LD_PRELOAD", "/usr/a.so x.so")],
-)  # fmt: skip
-def test_more_that_must_not_be(name: str, value: str) -> None:
-    assert unset({name: value}) == [name]
+def test_variables_that_are_not_listed_may_be_set() -> None:
+    names = (
+        "VLLM_CPU_KVCACHE_SPACE", "VLLM_MAX_STOP_STRINGS", "NCCL_DEBUG", "HF_HOME",
+        "VLLM_MXFP4_BACKEND", "VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD", "TORCHDYNAMO_DISABLE",
+    )  # fmt: skip
+    assert refused(dict.fromkeys(names, "/some/where")) == []
 
 
-@pytest.mark.parametrize(
-    "name", ["VLLM_CPU_KVCACHE_SPACE", "VLLM_MAX_STOP_STRINGS", "NCCL_DEBUG", "HF_HOME",
-             "VLLM_MXFP4_BACKEND", "VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD", "TORCHDYNAMO_DISABLE"]
-)  # fmt: skip
-def test_the_rest_may_be_set(name: str) -> None:
-    assert unset({name: "/some/where"}) == []
-
-
-@pytest.mark.parametrize("room", ["container", "serve"])
-def test_check_names_the_variable_at_its_own_place(room: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("section", ["container", "serve"])
+def test_variables_are_reported_at_their_own_line(section: str, tmp_path: Path) -> None:
     bad = {"env": {"NCCL_DEBUG": "INFO", "HF_ENDPOINT": "http://127.0.0.1:1"}}
-    serve = {"command": " ".join(GOOD), **(bad if room == "serve" else {})}
+    serve = {"command": " ".join(GOOD), **(bad if section == "serve" else {})}
     loaded = make_loaded(
         tmp_path, engine="vllm", source=None, image={"ref": {"x86_64": "a/b:1"}},
-        container=bad if room == "container" else {}, serve=serve,
+        container=bad if section == "container" else {}, serve=serve,
     )  # fmt: skip
     (fault,) = recipe_faults(loaded)
-    assert f"{room}.env must not hold HF_ENDPOINT" in fault.message
+    assert f"{section}.env must not set HF_ENDPOINT" in fault.message
     text = Path(loaded.path).read_text().splitlines()
     assert "HF_ENDPOINT" in text[fault.line - 1]
 
 
-def test_conflicts_are_those_of_both_rooms() -> None:
-    made = recipe(container={"env": {"VLLM_USE_MODELSCOPE": "1"}},
-                  serve={"command": "x", "env": {"LD_PRELOAD": "x.so"}})  # fmt: skip
-    keys = [c.keys for c in vllm.conflicts(made, flags.read(GOOD))]
+def test_variables_of_container_and_serve_are_checked() -> None:
+    recipe = vllm_recipe(container={"env": {"VLLM_USE_MODELSCOPE": "1"}},
+                         serve={"command": "x", "env": {"LD_PRELOAD": "x.so"}})  # fmt: skip
+    keys = [c.keys for c in vllm.conflicts(recipe, flags.read(GOOD))]
     assert keys == [("container", "env", "VLLM_USE_MODELSCOPE"), ("serve", "env", "LD_PRELOAD")]

@@ -1,21 +1,37 @@
-"""What a vLLM image said that it supports, held against what a recipe needs. Pure.
+"""What a recipe needs from a vLLM image, what an image reports, and how the two compare. Pure.
 
-The version is what an image calls itself; it is reported, and decides nothing: support for a new
-architecture arrives on a branch, and a branch is versioned from wherever it forked.
+The version that an image reports decides nothing: support for a new architecture arrives on a
+branch, and a branch is versioned from wherever it forked.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pydantic import ValidationError
 
 from bakehouse.base import Frozen
 from bakehouse.checks import Check, check
-from bakehouse.plan.types import Asks
+from bakehouse.engines.vllm.flags import read
+from bakehouse.recipe.model import Recipe
 from bakehouse.redact import clean
+
+
+class RequiredCapabilities(Frozen):
+    """What a vLLM image must support, besides the architectures in the weights' config.json."""
+
+    roles: tuple[str, ...] = ("model",)
+    """Weights whose architectures the image must support."""
+    overridden: dict[str, tuple[str, ...]] = {}
+    """By role: architectures that the command names instead of those in config.json."""
+    reasoning_parser: str | None = None
+    tool_parser: str | None = None
+    speculation: str | None = None
+    """The speculative method."""
+    compute_capability: str | None = None
+    """Of the GPU that the recipe is for."""
 
 
 class Cuda(Frozen):
@@ -25,8 +41,8 @@ class Cuda(Frozen):
     architectures: tuple[str, ...] = ()
 
 
-class Able(Frozen):
-    """An image's own answer. A part that is None could not be asked: `errors` says why."""
+class ImageCapabilities(Frozen):
+    """An image's own answer. A part that is None could not be read: `errors` says why."""
 
     versions: dict[str, str] = {}
     cuda: Cuda = Cuda()
@@ -34,8 +50,8 @@ class Able(Frozen):
     architectures: dict[str, str] | None = None
     """Architecture to `module:class`."""
     lacking: dict[str, str] = {}
-    """Of those that were asked for by name, the ones whose code needs a package that is not there,
-    and what Python says."""
+    """Of the architectures named in the query, those whose code needs a missing package, and
+    Python's message."""
     fallbacks: tuple[str, ...] = ()
     """Classes of the Transformers backend."""
     reasoning_parsers: tuple[str, ...] | None = None
@@ -44,33 +60,56 @@ class Able(Frozen):
     errors: dict[str, str] = {}
 
     @property
-    def claimed(self) -> str:
-        """The version that the image claims."""
+    def version(self) -> str:
+        """The vLLM version that the image reports."""
         return self.versions.get("vllm", "no version")
 
     def falls_back(self, architecture: str) -> bool:
-        """Whether the Transformers backend stands behind an architecture."""
+        """Whether only the Transformers backend implements an architecture."""
         module, _, name = (self.architectures or {}).get(architecture, "").partition(":")
         return name in self.fallbacks or "transformers" in module.rpartition("models.")[2]
 
 
+def required_capabilities(recipe: Recipe, argv: Sequence[str]) -> RequiredCapabilities:
+    """Return what the image must support for a recipe whose rendered command is `argv`."""
+    command = read(argv)
+    return RequiredCapabilities(
+        roles=tuple(role for role, _ in recipe.weights.items() if role in ("model", "drafter")),
+        overridden=_overridden(command.text("--hf-overrides")),
+        reasoning_parser=command.text("--reasoning-parser") or None,
+        tool_parser=command.text("--tool-call-parser") or None,
+        speculation=command.method or ("draft_model" if command.drafter else None),
+        compute_capability=recipe.host.compute_capability,
+    )
+
+
+def _overridden(text: str | None) -> dict[str, tuple[str, ...]]:
+    """Architectures that --hf-overrides names instead of those in config.json."""
+    try:
+        found = json.loads(text or "").get("architectures")
+    except (ValueError, AttributeError):
+        return {}
+    names = tuple(n for n in found if isinstance(n, str)) if isinstance(found, list) else ()
+    return {"model": names} if names else {}
+
+
 class Unreadable(Exception):
-    """There is no answer in what the image printed."""
+    """The output of an image holds no answer."""
 
 
-def parse(text: str, sentinel: str) -> Able:
+def parse(text: str, sentinel: str) -> ImageCapabilities:
     """Find the answer between two sentinels. Raises Unreadable."""
     parts = text.split(sentinel)
     if len(parts) < 3:
         raise Unreadable("it printed no answer")
     try:
-        return Able.model_validate(json.loads(parts[-2]))
+        return ImageCapabilities.model_validate(json.loads(parts[-2]))
     except (ValueError, ValidationError) as error:
         raise Unreadable(f"its answer cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def draft_names(architecture: str, method: str | None) -> tuple[str, ...]:
-    """Names under which vLLM looks for a drafter of this architecture.
+    """Return the names under which vLLM looks for a drafter of this architecture.
 
     As `transformers_utils/configs/eagle.py` of vLLM 0.32 rewrites them.
     """
@@ -80,114 +119,113 @@ def draft_names(architecture: str, method: str | None) -> tuple[str, ...]:
     return (f"{prefix}{architecture}", architecture)
 
 
-def names_of(architectures: Mapping[str, Sequence[str]], asks: Asks) -> tuple[str, ...]:
-    """Every name under which vLLM may look for what the roles declare."""
-    found = (
-        one
-        for role, names in architectures.items()
-        for name in names
-        for one in _names(role, name, asks)
-    )
-    return tuple(dict.fromkeys(found))
+def names_of(
+    architectures: Mapping[str, Sequence[str]], needs: RequiredCapabilities
+) -> tuple[str, ...]:
+    """Return every name under which vLLM may look for the architectures of each role."""
+    wanted = _wanted(architectures, needs)
+    return tuple(dict.fromkeys(name for _, names in wanted for name in names))
 
 
-def _names(role: str, name: str, asks: Asks) -> tuple[str, ...]:
-    method = asks.speculation if role == "drafter" else None
-    return (name,) if method is None else draft_names(name, method)
-
-
-def judge(
-    able: Able, asks: Asks, architectures: Mapping[str, Sequence[str]], where: str
-) -> tuple[Check, ...]:
-    """Hold an answer against what a recipe needs.
-
-    `architectures` are those in each role's config.json. What could not be asked is unknown.
-    """
-    checks = [
-        _architecture(able, role, _names(role, name, asks), where)
+def _wanted(
+    architectures: Mapping[str, Sequence[str]], needs: RequiredCapabilities
+) -> list[tuple[str, tuple[str, ...]]]:
+    """Role and possible names of each architecture."""
+    return [
+        (role, draft_names(name, needs.speculation if role == "drafter" else None))
         for role, names in architectures.items()
         for name in names
     ]
-    needs = (
-        ("reasoning-parser", asks.reasoning_parser, able.reasoning_parsers),
-        ("tool-parser", asks.tool_parser, able.tool_parsers),
-        ("speculation", asks.speculation, able.speculation),
-    )
-    for what, name, known in needs:
+
+
+def check_image(
+    found: ImageCapabilities,
+    needs: RequiredCapabilities,
+    architectures: Mapping[str, Sequence[str]],
+    where: str,
+) -> tuple[Check, ...]:
+    """Compare an image's answer with what a recipe needs; parts without an answer are unknown.
+
+    `architectures` are those in each role's config.json.
+    """
+    wanted = _wanted(architectures, needs)
+    checks = [_check_architecture(found, role, names, where) for role, names in wanted]
+    for what, name, known in (
+        ("reasoning-parser", needs.reasoning_parser, found.reasoning_parsers),
+        ("tool-parser", needs.tool_parser, found.tool_parsers),
+        ("speculation", needs.speculation, found.speculation),
+    ):
         if name:
             ok = None if known is None else name in known
-            seen = _seen(name, known, able)
-            checks.append(check(f"image.{what}", name, seen, where, ok=ok))
-    if asks.compute_capability:
-        checks.append(_capability(able.cuda, asks.compute_capability, where))
+            observed = name if ok or known is None else _alternatives(name, known, found)
+            checks.append(check(f"image.{what}", name, observed, where, ok=ok))
+    if needs.compute_capability:
+        checks.append(_check_cuda(found.cuda, needs.compute_capability, where))
     return tuple(checks)
 
 
-def _capability(cuda: Cuda, wanted: str, where: str) -> Check:
-    """Whether the image's torch has code for a GPU: its own, an older one of the same major
-    number, or PTX, which the driver compiles for any newer one.
+def _check_cuda(cuda: Cuda, wanted: str, where: str) -> Check:
+    """Whether torch has code for a GPU: its own, of an older one with the same major number, or
+    PTX, which the driver compiles for any newer one.
     """
-    major, minor = (int(part) for part in wanted.split(".", 1))
-    fits = False
+    gpu = tuple(int(part) for part in wanted.split(".", 1))
+    ok = False
     for flag in cuda.architectures:
         kind, _, number = flag.partition("_")
         digits = number.rstrip("af")
-        if not digits.isdigit():
-            continue
-        own = divmod(int(digits), 10)
-        same = own[0] == major and own[1] <= minor and (digits == number or own == (major, minor))
-        fits |= (kind == "sm" and same) or (kind == "compute" and own <= (major, minor))
-    seen = " ".join(cuda.architectures) or (
-        "none, torch is without CUDA" if not cuda.version else ""
-    )
+        if digits.isdigit():
+            built = divmod(int(digits), 10)
+            exact = digits != number  # with `a` or `f` it runs on that architecture only
+            same = built == gpu if exact else built[0] == gpu[0] and built <= gpu
+            ok |= (kind == "sm" and same) or (kind == "compute" and built <= gpu)
+    without = "none, torch is without CUDA" if not cuda.version else ""
+    observed = clean(" ".join(cuda.architectures) or without)
     known = bool(cuda.architectures) or not cuda.version
     expected = f"torch has code for compute capability {wanted}"
-    return check("image.cuda", expected, clean(seen), where, ok=fits if known else None)
+    return check("image.cuda", expected, observed, where, ok=ok if known else None)
 
 
-def _architecture(able: Able, role: str, names: Sequence[str], where: str) -> Check:
-    known = able.architectures
-    expected = f"{' or '.join(names)}, by vLLM's own code"
+def _check_architecture(
+    image: ImageCapabilities, role: str, names: Sequence[str], where: str
+) -> Check:
+    known = image.architectures
+    name = next((name for name in names if name in (known or ())), None)
+    ok: bool | None = False
     if known is None:
-        seen = able.errors.get("architectures", "it does not say which it knows")
-        return check(f"image.{role}", expected, clean(seen), where, ok=None)
-    found = next((one for one in names if one in known), None)
-    if found is None:
-        return check(f"image.{role}", expected, _seen(names[-1], known, able), where, ok=False)
-    if able.falls_back(found):
-        fallback = (
-            f"{found} only by the Transformers fallback ({known[found]}), which may load and "
-            f"answer wrongly; vLLM {able.claimed}"
+        ok = None
+        observed = image.errors.get("architectures", "the image does not list its architectures")
+    elif name is None:
+        observed = _alternatives(names[-1], known, image)
+    elif image.falls_back(name):
+        observed = (
+            f"{name} only by the Transformers fallback ({known[name]}), which may load and "
+            f"answer wrongly; vLLM {image.version}"
         )
-        return check(f"image.{role}", expected, clean(fallback), where, ok=False)
-    if why := able.lacking.get(found):
-        broken = f"{found} is registered ({known[found]}), and its code cannot be imported: {why}"
-        seen = clean(f"{broken}; vLLM {able.claimed}")
-        return check(f"image.{role}", expected, seen, where, ok=False)
-    return check(f"image.{role}", expected, f"{found} ({known[found]})", where, ok=True)
+    elif why := image.lacking.get(name):
+        observed = (
+            f"{name} is registered ({known[name]}), but its code cannot be imported: {why}; "
+            f"vLLM {image.version}"
+        )
+    else:
+        ok, observed = True, f"{name} ({known[name]})"
+    expected = f"{' or '.join(names)}, by vLLM's own code"
+    return check(f"image.{role}", expected, clean(observed), where, ok=ok)
 
 
-def _seen(name: str, known: Iterable[str] | None, able: Able) -> str | None:
-    """What there is in place of a name: the nearest ones, and what the image claims to be."""
-    if known is None:
-        return None
-    there = sorted(known)
-    if name in there:
-        return name
-    near = ", ".join(nearest(name, there)) or "nothing near it"
-    return clean(f"not among the {len(there)} that it has; nearest: {near}; vLLM {able.claimed}")
+def _alternatives(name: str, known: Collection[str], image: ImageCapabilities) -> str:
+    """Describe a missing name: the nearest ones, and the image's version."""
+    near = ", ".join(nearest(name, sorted(known))) or "no similar name"
+    return clean(f"not among the {len(known)} that it has; nearest: {near}; vLLM {image.version}")
 
 
 def nearest(name: str, known: Sequence[str], count: int = 4) -> list[str]:
-    """Names like this one: those that begin alike first, a family's members, then by spelling."""
-    family = [one for one in known if _begin(one.lower(), name.lower()) >= max(4, len(name) // 3)]
-    family.sort(key=lambda one: -_begin(one.lower(), name.lower()))
+    """Return similar names: first those with a long common beginning, then by spelling."""
+
+    def common(other: str) -> int:
+        pairs = zip(name.lower(), other.lower(), strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(name), len(other)))
+
+    family = [other for other in known if common(other) >= max(4, len(name) // 3)]
+    family.sort(key=common, reverse=True)
     alike = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
     return list(dict.fromkeys((*family[:count], *alike)))[:count]
-
-
-def _begin(one: str, other: str) -> int:
-    return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
-    )

@@ -1,8 +1,8 @@
-"""What vLLM's endpoints and log say, and whether that is what was asked for. Pure.
+"""Checks of vLLM's endpoints and log against the expected features. Pure.
 
-Shapes as vLLM 0.32 gives them. A field that is missing or of another type is "nothing observed",
-which is unknown and never passed. What the engine settled on stands in one line of the log,
-`Initializing a V1 LLM engine (vVERSION) with config: …`, whatever the command said.
+Shapes as in vLLM 0.32. A field that is missing or of another type makes a check unknown. The
+settings in effect are in one line of the log,
+`Initializing a V1 LLM engine (vVERSION) with config: …`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from bakehouse.checks import Check, check
 from bakehouse.engines.counters import samples
-from bakehouse.engines.vllm.server import Features
+from bakehouse.engines.engine import Asked
 
 ARCHITECTURE = re.compile(r"Resolved architecture: (\w+)")
-SETTLED = re.compile(r"Initializing a V\d LLM engine \(v(\S+)\) with config: (.*)")
+SETTINGS = re.compile(r"Initializing a V\d LLM engine \(v(\S+)\) with config: (.*)")
 FALLBACK = "Transformers"
-"""What the classes of the generic implementation are called, to begin with."""
+"""Prefix of the classes of the generic implementation."""
 CACHE_SIZE = re.compile(r"KV cache size: ([\d,]+) tokens")
 SHARDS = re.compile(r"Loading \w+ checkpoint shards: +(\d+)% Completed \| (\d+)/(\d+)")
 _STAGES = (
@@ -38,29 +38,37 @@ _STAGES = (
 )
 
 
+class Features(Asked):
+    """Expected features of a vLLM server. The context is of the longest sequence, in tokens."""
+
+    draft_tokens: int | None = None
+    dtype: str | None = None
+    kv_cache: str | None = None
+    fallback: bool = False
+    """Whether the recipe itself asks for the generic implementation of Transformers."""
+
+
 def model_names(body: Any) -> tuple[str, ...]:
-    """Ids in an answer of `/v1/models`; empty where it has another shape."""
+    """Return the ids in an answer of `/v1/models`; empty for another shape."""
     found = (entry.get("id") for entry in _entries(body))
     return tuple(dict.fromkeys(name for name in found if isinstance(name, str)))
 
 
 def stage(line: str) -> str | None:
-    """Give what a log line says about loading, in words; None for every other line."""
+    """Return the loading stage that a log line shows; None for other lines."""
     if found := SHARDS.search(line):
         return f"loading shards, {found[2]} of {found[3]}"
     return next((word for pattern, word in _STAGES if pattern.search(line)), None)
 
 
-def settled(log: Sequence[str]) -> tuple[int, dict[str, str]]:
-    """Give the line, from 1, at which the engine says what it settled on, and its plain settings.
+def engine_settings(log: Sequence[str]) -> tuple[int, dict[str, str]]:
+    """Return the line, from 1, at which the engine logs its settings, and the plain ones.
 
-    Only settings at the top level are read: `dtype=torch.float32` is, what stands inside
-    `ObservabilityConfig(…)` is not. Line 0 and nothing where there is no such line.
+    Only settings at the top level count: `dtype=torch.float32`, but nothing inside
+    `ObservabilityConfig(…)`. Without such a line it is 0 and an empty dict.
     """
-    for number, line in enumerate(log, start=1):
-        if found := SETTLED.search(line):
-            return number, {"version": found[1], **_settings(found[2])}
-    return 0, {}
+    number, found = _search(SETTINGS, log)
+    return number, {"version": found[1], **_settings(found[2])} if found else {}
 
 
 def _settings(text: str) -> dict[str, str]:
@@ -84,32 +92,31 @@ def _settings(text: str) -> dict[str, str]:
     return found
 
 
-def judge(
+def check_features(
     asked: Features, *, models: Any, metrics: str, log: Sequence[str], version: Any = None
 ) -> tuple[Check, ...]:
-    """Judge what was asked for against what the endpoints and the log show."""
-    line, engine = settled(log)
+    """Compare the expected features with the endpoints and the log."""
+    line, engine = engine_settings(log)
     where = f"server.log:{line}" if line else "server.log"
+    names = model_names(models)
     mine = next((e for e in _entries(models) if e.get("id") == asked.name), {})
     checks = [
-        check("model-name", asked.name, ", ".join(model_names(models)) or None, "GET /v1/models",
-              ok=asked.name in model_names(models)),
+        check("model-name", asked.name, ", ".join(names) or None, "GET /v1/models",
+              ok=asked.name in names),
         _equal("model-path", asked.model_path, mine.get("root"), "GET /v1/models root"),
         _implementation(asked, log),
     ]  # fmt: skip
     if asked.context:
         checks += [_length(asked.context, mine), _cache_room(asked.context, log)]
     if asked.dtype:
-        seen = engine.get("dtype", "").removeprefix("torch.") or None
-        wanted = {"half": "float16", "float": "float32"}.get(asked.dtype, asked.dtype)
-        checks.append(check("dtype", wanted, seen, where, ok=seen == wanted))
+        dtype = {"half": "float16", "float": "float32"}.get(asked.dtype, asked.dtype)
+        checks.append(_equal("dtype", dtype, engine.get("dtype", "").removeprefix("torch."), where))
     if asked.kv_cache:
-        seen = engine.get("kv_cache_dtype")
-        checks.append(check("kv-cache", asked.kv_cache, seen, where, ok=seen == asked.kv_cache))
+        checks.append(_equal("kv-cache", asked.kv_cache, engine.get("kv_cache_dtype"), where))
     checks.append(_speculation(asked, engine, where, metrics))
     if asked.version:
-        told = version.get("version") if isinstance(version, Mapping) else None
-        checks.append(_equal("version", asked.version, told, "GET /version"))
+        reported = version.get("version") if isinstance(version, Mapping) else None
+        checks.append(_equal("version", asked.version, reported, "GET /version"))
     return tuple(checks)
 
 
@@ -118,30 +125,30 @@ def _entries(body: Any) -> list[Mapping[str, Any]]:
     return [e for e in data if isinstance(e, Mapping)] if isinstance(data, list) else []
 
 
-def _equal(name: str, wanted: str, seen: Any, where: str) -> Check:
-    text = seen if isinstance(seen, str) and seen else None
-    return check(name, wanted, text, where, ok=text == wanted)
+def _equal(name: str, expected: str, observed: Any, where: str) -> Check:
+    text = observed if isinstance(observed, str) and observed else None
+    return check(name, expected, text, where, ok=text == expected)
 
 
 def _implementation(asked: Features, log: Sequence[str]) -> Check:
-    """The generic implementation runs what it does not know, and was seen to run it wrongly."""
+    """The generic implementation also runs unknown models, and may run them wrongly."""
     number, found = _search(ARCHITECTURE, log)
-    seen = found[1] if found else None
-    if seen and seen.startswith(FALLBACK):
-        seen = f"{seen}: the Transformers fallback, which is no support"
-    own = bool(found) and not found[1].startswith(FALLBACK) if found else False
+    observed = found[1] if found else None
+    generic = observed is not None and observed.startswith(FALLBACK)
     return check(
         "implementation",
-        "any, as the recipe asks for the fallback" if asked.fallback else "one of vLLM's own",
-        seen, f"server.log:{number}" if found else "server.log", ok=own or asked.fallback,
-    )  # fmt: skip
+        "any, since the recipe asks for the fallback" if asked.fallback else "vLLM's own",
+        f"{observed}: the Transformers fallback, which is no support" if generic else observed,
+        f"server.log:{number}" if found else "server.log",
+        ok=asked.fallback or not generic,
+    )
 
 
 def _length(wanted: int, mine: Mapping[str, Any]) -> Check:
-    seen = mine.get("max_model_len")
-    whole = seen if isinstance(seen, int) and not isinstance(seen, bool) else None
-    return check("context", f"{wanted} tokens in one sequence", str(whole) if whole else None,
-                 "GET /v1/models max_model_len", ok=whole == wanted)  # fmt: skip
+    value = mine.get("max_model_len")
+    tokens = value if isinstance(value, int) and not isinstance(value, bool) else None
+    return check("context", f"{wanted} tokens in one sequence", str(tokens) if tokens else None,
+                 "GET /v1/models max_model_len", ok=tokens == wanted)  # fmt: skip
 
 
 def _cache_room(wanted: int, log: Sequence[str]) -> Check:
@@ -153,26 +160,26 @@ def _cache_room(wanted: int, log: Sequence[str]) -> Check:
 
 
 def _speculation(asked: Features, engine: Mapping[str, str], where: str, metrics: str) -> Check:
-    """On, as asked: the settled configuration names the method, and its counters are published.
+    """The settings name the method, and its counters are published.
 
-    That they move is for the suite `speculation` to see: nothing was asked yet.
+    The suite `speculation` checks later that they move.
     """
-    told = engine.get("speculative_config")
-    seen = None if told is None else "off"
-    if told and told != "None":
-        method = re.search(r"method='([^']*)'", told)
-        drafts = re.search(r"num_spec(?:ulative)?_tokens=(\d+)", told)
-        seen = f"{method[1] if method else 'on'}, {drafts[1] if drafts else '?'} tokens"
-    counts = {s.name for s in samples(metrics)}
-    published = "vllm:spec_decode_num_drafts_total" in counts
+    setting = engine.get("speculative_config")
+    observed = None if setting is None else "off"
+    if setting and setting != "None":
+        method = re.search(r"method='([^']*)'", setting)
+        drafts = re.search(r"num_spec(?:ulative)?_tokens=(\d+)", setting)
+        observed = f"{method[1] if method else 'on'}, {drafts[1] if drafts else '?'} tokens"
+    published = any(s.name == "vllm:spec_decode_num_drafts_total" for s in samples(metrics))
     if asked.speculation is None:
-        return check("speculation", "off", seen, where, ok=seen == "off" and not published)
+        ok = observed == "off" and not published
+        return check("speculation", "off", observed, where, ok=ok)
     tokens = f", {asked.draft_tokens} tokens" if asked.draft_tokens else ""
-    wanted = f"{asked.speculation}{tokens}"
-    if seen and not published:
-        seen += "; no counters of drafts in /metrics"
-    ok = bool(seen) and (seen or "").startswith(wanted) and published
-    return check("speculation", wanted, seen, f"{where}, GET /metrics", ok=ok)
+    expected = f"{asked.speculation}{tokens}"
+    ok = (observed or "").startswith(expected) and published
+    if observed and not published:
+        observed += "; no counters of drafts in /metrics"
+    return check("speculation", expected, observed, f"{where}, GET /metrics", ok=ok)
 
 
 def _search(pattern: re.Pattern[str], log: Sequence[str]) -> tuple[int, re.Match[str] | None]:

@@ -1,4 +1,4 @@
-"""A `vllm serve` command as the engine reads it: flags, the model, speculation, parsers. Pure.
+"""Parser of `vllm serve` commands: flags, the model, speculation. Pure.
 
 As in vLLM 0.32 (`engine/arg_utils.py`, `utils/argparse_utils.py`): `_` and `-` are the same in a
 flag, `--flag=value` and `--flag value` as well, a JSON option may be written key by key
@@ -28,7 +28,7 @@ SHORT = {
     "--spec-method": "--speculative-config.method", "--spec-model": "--speculative-config.model",
     "--spec-tokens": "--speculative-config.num_speculative_tokens",
 }  # fmt: skip
-"""Other spellings of the same thing."""
+"""Other spellings of a flag."""
 SPECULATION = "--speculative-config"
 _FLAG = re.compile(r"-{1,2}[A-Za-z][\w.-]*")
 _WHOLE = re.compile(r"(\d{1,12})(?:\.0)?([kKmMgG]?)")
@@ -37,60 +37,54 @@ _FACTORS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**
 
 @dataclass(frozen=True)
 class Command:
-    """What a `vllm serve` command says."""
+    """A parsed `vllm serve` command."""
 
     program: tuple[str, ...]
-    """What stands before the first flag and the model: `vllm serve`."""
+    """The words before the first flag and the model: `vllm serve`."""
     model: str | None
     """The first word that belongs to no flag."""
     extra: tuple[str, ...]
-    """More such words, which vLLM does not take."""
+    """More such words, which vLLM does not accept."""
     flags: Mapping[str, tuple[str, ...]]
-    """By their long spelling: the words that follow, of the last time it is given."""
+    """By long spelling: the words that follow; the last one wins."""
     speculation: Mapping[str, Any] = field(default_factory=dict)
     """The speculative settings; empty for none."""
     bad_json: str | None = None
-    """Why they cannot be read."""
+    """Why the speculative settings are invalid."""
 
     def text(self, *names: str) -> str | None:
-        """Give the value of the first of these flags that is given with one."""
+        """Return the first value of the first of these flags that has one."""
         for name in names:
             if values := self.flags.get(name):
                 return values[0]
         return None
 
     def number(self, *names: str) -> int | None:
-        """Give a whole number, as vLLM reads `8192`, `8k` (1000) and `8K` (1024)."""
+        """Return a whole number, as vLLM reads `8192`, `8k` (1000) and `8K` (1024)."""
         found = _WHOLE.fullmatch(self.text(*names) or "")
         return int(found[1]) * _FACTORS[found[2]] if found else None
 
     @property
     def method(self) -> str | None:
-        """Speculation as the command names it; None for none, or none that is named."""
+        """The speculative method, if the command names one."""
         value = self.speculation.get("method")
         return value if isinstance(value, str) and value else None
 
     @property
     def drafter(self) -> str | None:
-        """The drafter's model, where one is named."""
+        """The drafter's model, if the command names one."""
         value = self.speculation.get("model")
         return value if isinstance(value, str) and value not in ("", "ngram", "[ngram]") else None
 
     @property
     def draft_tokens(self) -> int | None:
-        """How many tokens are drafted at once."""
+        """Number of tokens drafted at once."""
         value = self.speculation.get("num_speculative_tokens")
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    @property
-    def parsers(self) -> dict[str, str]:
-        """Parsers that are named, by what they parse: `reasoning`, `tool`."""
-        named = {"reasoning": "--reasoning-parser", "tool": "--tool-call-parser"}
-        return {kind: value for kind, flag in named.items() if (value := self.text(flag))}
-
 
 def spelling(argument: str) -> str:
-    """Give a flag as the engine reads it: without `=value`, `_` as `-` in its first part."""
+    """Return a flag's long spelling: without `=value`, and `_` as `-` in its first part."""
     name = argument.partition("=")[0]
     head, dot, rest = name.partition(".")
     head = head.replace("_", "-") if head.startswith("--") else head
@@ -98,7 +92,7 @@ def spelling(argument: str) -> str:
 
 
 def read(argv: Sequence[str]) -> Command:
-    """Read a command; never raises: what is wrong with it is for `refuse` to say."""
+    """Parse a command; never raises: the engine's `refuse` reports what is wrong."""
     begin = 2 if list(argv[1:2]) == ["serve"] else 1
     flags: dict[str, tuple[str, ...]] = {}
     alone: list[str] = []
@@ -122,10 +116,10 @@ def read(argv: Sequence[str]) -> Command:
 
 
 def shortened(flag: str, judged: Iterable[str]) -> str | None:
-    """Give the flag among `judged` that vLLM may read `flag` as, where it is only its beginning.
+    """Return the flag among `judged` that `flag` abbreviates; None for a whole flag.
 
-    vLLM's parser takes every beginning that fits one flag alone (`--trust-remote`), and a value
-    that is glued to a letter (`-n2`). `flag` is spelled as in `Command.flags`.
+    vLLM's parser takes every unambiguous beginning (`--trust-remote`), and a value without a space
+    after a letter (`-n2`). `flag` is spelled as in `Command.flags`.
     """
     head = flag.partition(".")[0]
     whole = (one.partition(".")[0] for one in SHORT.values())
@@ -152,9 +146,9 @@ def _speculation(flags: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Any], 
         try:
             read_ = json.loads(whole[0]) if whole else None
         except ValueError as error:
-            return {}, f"it is no JSON: {error}"
+            return {}, f"invalid JSON: {error}"
         if not isinstance(read_, dict):
-            return {}, "it is no JSON object"
+            return {}, "not a JSON object"
         found = read_
     for name, values in flags.items():
         if name.startswith(f"{SPECULATION}."):
