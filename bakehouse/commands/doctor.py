@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from bakehouse import flags
 from bakehouse.checks import Check, check
 from bakehouse.console import amount
 from bakehouse.context import Context
@@ -28,9 +29,7 @@ MEMORY = 2 * 2**30
 """Bytes that compiling llama.cpp takes with one job, and more than a small model does."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """`doctor` takes no flags."""
+Options = flags.Doctor
 
 
 @dataclass(frozen=True)

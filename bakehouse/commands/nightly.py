@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from bakehouse import flags
 from bakehouse.base import to_json
 from bakehouse.commands import build, serve
 from bakehouse.context import Context
@@ -20,14 +20,7 @@ INSTANCE = "nightly"
 """Its servers have a name of their own, so that those that people use are left alone."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the task was given."""
-
-    recipe: tuple[str, ...] = ()
-    patch: tuple[str, ...] = ()
-    no_patch: tuple[str, ...] = ()
-    allow: str = ""
+Options = flags.Nightly
 
 
 def run(ctx: Context, options: Options) -> Outcome:

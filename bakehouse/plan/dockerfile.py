@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from pathlib import Path
 from typing import Any
 
 from bakehouse.errors import BuildFailed
+from bakehouse.places import shipped
 from bakehouse.redact import clean
 
-FOLDER = Path(__file__).resolve().parents[2] / "docker"
-"""Beside the package, not in it: a package of that name would stand before the Docker SDK."""
+FOLDER = shipped("docker")
+"""Not a Python package: one of that name would hide the Docker SDK."""
 
 
 def render(template: str, **values: Any) -> str:
