@@ -87,7 +87,10 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                yield node.lineno, inner if inner in MODULES else "." * node.level + str(node.module)
+                yield (
+                    node.lineno,
+                    inner if inner in MODULES else "." * node.level + str(node.module),
+                )
 
 
 def test_layers_import_only_what_is_above() -> None:
