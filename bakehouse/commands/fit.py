@@ -83,7 +83,7 @@ def _outcome(
             "caches and overheads come on top"
         )
     else:
-        notes.append("speed: this machine's memory bandwidth is not known; --machine names profiles")
+        notes.append("speed: unknown, since the memory bandwidth is; --machine names profiles")
     text = [ladder_text(ladder), *notes]
     if budget is not None:
         text += ["", "the recipe as it stands:", table(budget)]

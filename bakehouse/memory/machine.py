@@ -202,7 +202,8 @@ def named_machine(name: str) -> Machine:
         try:
             memory = parse_size(size) / GIB
         except ValueError as error:
-            raise UsageError(f"--machine {name}: {error}", hint="write e.g. unified:121GiB") from error
+            hint = "write e.g. unified:121GiB"
+            raise UsageError(f"--machine {name}: {error}", hint=hint) from error
         source = "as given by --machine; use by an idle system is assumed"
         if kind == "gpu":
             return _profile(name, "GPU", memory, 0, source)

@@ -40,7 +40,6 @@ OLD_NAMES = {
     "base": "models", "atomic": "util", "checks": "models", "places": "paths", "ports": "system",
     "logs": "system", "outcome": "context", "records": "runs", "signatures": "logscan",
     "elf": "cuda", "toolkit": "cuda", "resolve": "resolver", "serve": "server",
-    "nightly": "commands",
 }  # fmt: skip
 """Names that are still to be replaced."""
 TO_MOVE = (
