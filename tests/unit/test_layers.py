@@ -11,7 +11,7 @@ PACKAGE = ROOT / "bakehouse"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = """
-    errors models paths progress redact flags
+    errors models paths progress redact flags debug_log
     util
     system
     host
@@ -28,6 +28,7 @@ LAYERS = """
     plan
     build
     probe
+    patch_review
     server
     console
     commands
@@ -38,7 +39,7 @@ LAYERS = """
 
 OLD_NAMES = {
     "base": "models", "atomic": "util", "checks": "models", "places": "paths", "ports": "system",
-    "logs": "system", "outcome": "context", "records": "runs", "signatures": "logscan",
+    "logs": "debug_log", "outcome": "context", "records": "runs", "signatures": "logscan",
     "elf": "cuda", "toolkit": "cuda", "resolve": "resolver", "serve": "server",
 }  # fmt: skip
 """Names that are still to be replaced."""
