@@ -10,7 +10,7 @@ from invoke.collection import Collection
 from invoke.config import Config
 from invoke.context import Context
 from invoke.program import Program
-from invoke.tasks import Task, task
+from invoke.tasks import Task
 
 from bakehouse import __version__
 from bakehouse.flags import TASKS, flags_of
@@ -43,18 +43,17 @@ def _task(name: str, recipes: Path | None) -> Task[Any]:
                     default=False if f.kind == "switch" else None) for f in flags),
     ]))  # fmt: skip
     body.__name__, body.__doc__ = name, TASKS[name].__doc__
-    made: Task[Any] = task(
+    return Task(
         body, help={f.name: f.help for f in flags}, auto_shortflags=False, positional=(),
         iterable=[f.name for f in flags if f.kind == "list"],
     )  # fmt: skip
-    return made
 
 
 class _Config(Config):
     """Settings of our own: `~/.invoke.yaml` belongs to other programs."""
 
     prefix = "bakehouse"
-    env_prefix = "BAKEHOUSE_INVOKE"
+    env_prefix = "BAKEHOUSE_INVOKE"  # type: ignore[assignment]  # declared as None
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ def _suites(rows: Sequence[Row]) -> list[str]:
 def _by_suite(mutants: Sequence[Row], harmless: Sequence[Row]) -> str:
     lines = [
         "## By suite", "",
-        "| suite | mutants refused | without golden values | only this suite | harmless refused | s |",
+        "| suite | mutants refused | without golden values | only by it | harmless refused | s |",
         "| --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     for name in _suites(mutants):

@@ -26,7 +26,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import startup
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench import startup
 
 ROOT = startup.ROOT
 PACKAGE = ROOT / "bakehouse"

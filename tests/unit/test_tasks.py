@@ -30,7 +30,7 @@ def test_tasks_are_long_flags_with_help() -> None:
             if argument.positional or len(argument.names) > 1 or not argument.help:
                 faults.append((name, flag))
             if argument.default not in (None, False, []):
-                faults.append((name, flag, argument.default))
+                faults.append((name, f"{flag}={argument.default}"))
         if len(str(task.__doc__)) > 64 or "\n" in str(task.__doc__):
             faults.append((name, "does not fit on a line of `--list`"))
     assert faults == []
