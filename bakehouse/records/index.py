@@ -45,19 +45,12 @@ class Entry:
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Entry:
         """Read an entry from a record's JSON. Raises KeyError, TypeError or ValueError."""
-        return cls(
-            id=str(data["id"]),
-            task=str(data["task"]),
-            recipe=data.get("recipe"),
-            started=str(data["started"]),
-            ended=str(data["ended"]),
-            seconds=float(data["seconds"]),
-            ok=bool(data["ok"]),
-            exit=int(data["exit"]),
-            verdict=str(data["verdict"]),
-            lock=data.get("lock"),
-            build=data.get("build"),
-        )
+        kinds: dict[str, Any] = {
+            "id": str, "task": str, "started": str, "ended": str, "seconds": float, "ok": bool,
+            "exit": int, "verdict": str,
+        }  # fmt: skip
+        values: dict[str, Any] = {name: data.get(name) for name in ("recipe", "lock", "build")}
+        return cls(**values | {name: kind(data[name]) for name, kind in kinds.items()})
 
 
 _NAMES = tuple(f.name for f in fields(Entry))

@@ -186,7 +186,8 @@ class Run:
         """Write the record of a run that failed; never hides its exception with another."""
         if isinstance(error, BakehouseError):
             self._hide_in_error(error)
-            code, failure = error.exit_code, _failure(error)
+            code = error.exit_code
+            failure = Failure(id=error.id, what=error.what, where=error.where, hint=error.hint)
             self._checks += [c for c in error.checks if c not in self._checks]
         elif isinstance(error, KeyboardInterrupt):
             code, failure = 130, Failure(id="interrupted", what="interrupted")
@@ -315,7 +316,3 @@ def _slug(text: str) -> str:
 
 def _utc(moment: datetime) -> str:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _failure(error: BakehouseError) -> Failure:
-    return Failure(id=error.id, what=error.what, where=error.where, hint=error.hint)
