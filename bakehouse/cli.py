@@ -1,6 +1,6 @@
-"""From a task's flags to an exit code: makes the context, runs the command, prints. Nothing else.
+"""Run one task: make the context, run the command, print the result, return the exit code.
 
-Results go to standard output, everything else to standard error. With `json` standard output holds
+Results go to standard output, everything else to standard error. With `json`, standard output holds
 exactly one JSON document, whatever happens.
 """
 
@@ -14,11 +14,11 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TextIO, cast
+from typing import Any, TextIO, cast
 
 from bakehouse.base import plain, to_json
 from bakehouse.checks import Check
@@ -31,19 +31,15 @@ SCHEMA = 1
 """Version of the JSON document."""
 
 
-class Command(Protocol):
-    """A module of `bakehouse.commands`."""
-
-    Options: type[Any]
-    """A frozen dataclass of `str`, `bool` and `tuple[str, ...]`, named after the task's flags."""
-
-    def run(self, ctx: Any, options: Any) -> Outcome:
-        """Do what the task is for."""
+RUNS_RECIPES = {
+    "lock", "plan", "fetch", "build", "serve", "probe", "watch", "nightly", "patch",
+}  # fmt: skip
+"""Tasks that print the recipes folder in use: the same name in another is another recipe."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What is printed: an outcome and an error have this one form."""
+    """What is printed, for an outcome and an error alike."""
 
     task: str
     exit: int
@@ -53,12 +49,12 @@ class Result:
     error: BakehouseError | None = None
     record: str | None = None
     raised: bool = False
-    """Whether the error is all there is; its checks are then printed with it."""
+    """Whether there is only an error; its checks are then printed with it."""
     told: bool = False
-    """Whether the text tells the checks already."""
+    """Whether the text already contains the checks."""
 
     def document(self) -> dict[str, Any]:
-        """Give the JSON document."""
+        """Return the JSON document."""
         error = self.error
         return {
             "schema": SCHEMA,
@@ -75,13 +71,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Edge:
-    """What a call of `main` was given."""
+    """The arguments of `main`."""
 
     task: str
     options: Mapping[str, Any]
     json: bool
     debug: bool
-    recipes: Path
+    recipes: Path | str | None
+    checkout: Path | None
     redactor: Redactor
 
 
@@ -91,17 +88,17 @@ def main(
     *,
     json: bool = False,
     debug: bool = False,
-    recipes: Path | None = None,
+    recipes: Path | str | None = None,
+    checkout: Path | None = None,
 ) -> int:
-    """Run one task, print what came of it and give the exit code. Never raises.
+    """Run one task, print its result and return the exit code. Never raises.
 
-    `options` are the task's flags by name, None where a flag was not given; `recipes` is the folder
-    in which `--recipe NAME` is looked up (by default the one in this checkout).
+    `options` are the task's flags by name, None for a flag that was not given; for `recipes` and
+    `checkout` see `places.recipes_folder`.
     """
     _fill_standard_streams()
-    beside = Path(__file__).resolve().parents[1] / "recipes"
     redactor = Redactor(secret_values(os.environ))
-    edge = Edge(task, options, json, debug, recipes or beside, redactor)
+    edge = Edge(task, options, json, debug, recipes, checkout, redactor)
     try:
         return _show(_attempt(edge), edge)
     except KeyboardInterrupt:
@@ -109,10 +106,9 @@ def main(
 
 
 def leave(code: int) -> None:
-    """End the process of a task; SystemExit where the code is not 0.
+    """End a task's process; raises SystemExit if the code is not 0.
 
-    Python would look through all that was imported for garbage once more, which takes 0.1 s after
-    the last word was printed, and finds nothing that the end of the process does not free.
+    Freezing spares the last garbage collection over all imported modules, which takes 0.1 s.
     """
     gc.freeze()
     if code:
@@ -120,11 +116,11 @@ def leave(code: int) -> None:
 
 
 def _attempt(edge: Edge) -> Result:
-    """Run the command; whatever goes wrong becomes a result too."""
+    """Run the command, and turn any exception into a result."""
     try:
         with _signals(), redirect_stdout(cast(TextIO, sys.stderr if edge.json else sys.stdout)):
             return _run(edge)
-    except BaseException as error:  # the one place where everything ends
+    except BaseException as error:  # the last place that can report it
         return _failed(error, edge)
 
 
@@ -133,23 +129,28 @@ def _run(edge: Edge) -> Result:
 
     from bakehouse import console, logs
     from bakehouse.context import Context
-    from bakehouse.places import Places
+    from bakehouse.places import Places, recipes_folder
 
     logs.silence()
     if edge.debug and sys.stderr:
         logs.configure(sys.stderr, edge.redactor, as_json=edge.json)
     if edge.json and edge.options.get("foreground"):
         raise UsageError(
-            "--foreground and --json do not go together",
-            hint="serve with --json, then follow it with status and logs",
+            "--foreground cannot be combined with --json",
+            hint="serve with --json, then use status and logs",
         )
-    command = cast(Command, import_module(f"bakehouse.commands.{edge.task}"))
+    _refuse_empty("recipes", edge.recipes)
+    command = import_module(f"bakehouse.commands.{edge.task}")
     progress = console.make_progress(sys.stderr, os.environ, edge.redactor)
+    recipes = recipes_folder(edge.recipes, edge.checkout)
     context = Context(
-        places=Places.from_environment(), recipes=edge.recipes,
+        places=Places.from_environment(), recipes=recipes,
         progress=progress, redactor=edge.redactor,
     )  # fmt: skip
-    outcome = command.run(context, make_options(command.Options, edge.options))
+    options = make_options(command.Options, edge.options)
+    if edge.task in RUNS_RECIPES and edge.options.get("recipe"):
+        progress.say(f"recipes folder: {recipes.absolute()}")
+    outcome: Outcome = command.run(context, options)
     text, error = outcome.text, outcome.error
     if outcome.lines and not edge.json:
         _follow(text, outcome.lines, edge.redactor)
@@ -162,23 +163,30 @@ def _run(edge: Edge) -> Result:
 
 
 def make_options(kind: type[Any], given: Mapping[str, Any]) -> Any:
-    """Make a command's options of the flags that were given. Raises UsageError."""
-    known: dict[str, Field[Any]] = {f.name.strip("_"): f for f in fields(kind)}
+    """Return a command's options from the flags that were given. Raises UsageError.
+
+    `kind` is a class of `bakehouse.flags`, or any whose annotations are flags and whose class
+    attributes are their defaults.
+    """
+    known = {name.strip("_"): name for name in kind.__annotations__}
     values = {name.strip("_"): value for name, value in given.items() if value is not None}
     for name, value in values.items():
         if name not in known:
-            raise UsageError(f"--{_flag(name)} is not an option of this task")
-        if value == "":
-            raise UsageError(
-                f"--{_flag(name)} is given, and its value is empty",
-                hint="a variable of the shell that is not set? Give a value, or leave the flag out",
-            )
-    for name, field in known.items():
-        if name not in values and field.default is MISSING and field.default_factory is MISSING:
-            raise UsageError(f"--{_flag(name)} is missing", hint="`invoke TASK --help` shows all")
-    return kind(
-        **{known[n].name: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
-    )
+            raise UsageError(f"unknown option --{_flag(name)} of this task")
+        _refuse_empty(name, value)
+    for name, attribute in known.items():
+        if name not in values and not hasattr(kind, attribute):
+            raise UsageError(f"--{_flag(name)} is missing", hint="`--help` lists all options")
+    return kind(**{known[n]: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+
+
+def _refuse_empty(name: str, value: Any) -> None:
+    """Raise UsageError for `--flag=$UNSET`, which would otherwise be read as no flag."""
+    if value == "":
+        raise UsageError(
+            f"--{_flag(name)} is empty",
+            hint="is a shell variable unset? Give a value, or leave out the flag",
+        )
 
 
 def _flag(name: str) -> str:
@@ -186,7 +194,7 @@ def _flag(name: str) -> str:
 
 
 def _failed(error: BaseException, edge: Edge) -> Result:
-    """Make a result of an exception; where it is a bug of ours, keep its traceback."""
+    """Return the result for an exception; the traceback of a bug of ours is kept in a file."""
     if edge.debug:
         import traceback
 
@@ -199,7 +207,7 @@ def _failed(error: BaseException, edge: Edge) -> Result:
         known = BakehouseError(
             f"unexpected {type(error).__name__}: {error}",
             where=details,
-            hint="this is a fault in Bakehouse; --debug shows where it happened",
+            hint="this is a bug in Bakehouse; run again with --debug for a traceback",
         )
     result: dict[str, Any] = {"record": record} if record else {}
     if isinstance(known, RecipeError):
@@ -213,7 +221,7 @@ def _failed(error: BaseException, edge: Edge) -> Result:
 _HOST = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the file system can only be read",
+    errno.EROFS: "the file system is read-only",
     errno.EACCES: "permission denied",
     errno.EPERM: "not permitted",
     errno.EMFILE: "too many open files",
@@ -223,29 +231,29 @@ _HOST = {
     errno.ENOMEM: "out of memory",
     errno.EIO: "the disk cannot be read or written",
 }
-"""What an OSError that nobody explained says about the machine, not about us."""
+"""Errors of the machine, not of Bakehouse, if nothing nearer explained them."""
 
 
 def _explain(error: BaseException) -> BakehouseError | None:
-    """Give the error that a user can act on; None where it is a fault in Bakehouse."""
+    """Return an error that a user can act on; None for a bug in Bakehouse."""
     if isinstance(error, BakehouseError):
         return error
     if isinstance(error, KeyboardInterrupt):
         by = f" by {error}" if str(error) else ""
-        return Interrupted(f"interrupted{by}", hint="everything that this task started was ended")
+        return Interrupted(f"interrupted{by}", hint="everything that this task started was stopped")
     if isinstance(error, MemoryError):
-        return HostError("out of memory", hint="free some memory and run it again")
+        return HostError("out of memory", hint="free some memory and try again")
     if isinstance(error, OSError) and error.errno in _HOST:
         return HostError(
             _HOST[error.errno],
             where=str(error.filename) if error.filename else None,
-            hint="free space, mend what is there, or set BAKEHOUSE_HOME to another folder",
+            hint="free space, fix the permissions, or set BAKEHOUSE_HOME to another folder",
         )
     return None
 
 
 def _keep_traceback(error: BaseException, edge: Edge, record: str | None) -> str:
-    """Write the traceback beside the record, or into the state folder; give the path."""
+    """Write the traceback beside the record or into the state folder; return its path."""
     import traceback
 
     from bakehouse.places import Places
@@ -260,16 +268,15 @@ def _keep_traceback(error: BaseException, edge: Edge, record: str | None) -> str
         path = folder / f"{stamp}-{edge.task}.txt"
         path.write_text(text, encoding="utf-8", errors="replace")
     except (OSError, BakehouseError) as second:
-        return f"no file: the details could not be kept ({second})"
+        return f"the traceback could not be saved ({second})"
     return str(path)
 
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Make INT, TERM and HUP one thing: a KeyboardInterrupt, once, that unwinds everything.
+    """Turn the first INT, TERM or HUP into a KeyboardInterrupt, and ignore further ones.
 
-    A signal that was ignored when we came (nohup, a shell's background job) stays ignored. Once
-    interrupted, nothing interrupts the way out: all that is left is a few lines to print.
+    A signal that was ignored at the start (nohup, a shell's background job) stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -293,12 +300,12 @@ def _signals() -> Iterator[None]:
 
 
 def _show(result: Result, edge: Edge) -> int:
-    """Print a result; give the exit code, which is another one if it could not be printed."""
+    """Print a result and return the exit code: 9 if a good result could not be printed."""
     if edge.json:
         document = edge.redactor.data(result.document())
         failed = _emit(sys.stdout, to_json(document), encoding="utf-8")
     else:
-        failed = _emit(sys.stdout, _for_people(result, edge.redactor))
+        failed = _emit(sys.stdout, _as_text(result, edge.redactor))
         _show_error(result, edge.redactor)
     if failed and result.exit == 0:
         _emit(sys.stderr, f"error: the result could not be printed: {failed.strerror or failed}\n")
@@ -306,8 +313,8 @@ def _show(result: Result, edge: Edge) -> int:
     return result.exit
 
 
-def _for_people(result: Result, redactor: Redactor) -> str:
-    """Give the checks, then the command's own words: what matters most stands last."""
+def _as_text(result: Result, redactor: Redactor) -> str:
+    """Return the checks, then the command's text: what matters most comes last."""
     parts = []
     if result.checks and not result.raised and not result.told:
         parts += _check_lines(result.checks, sys.stdout, redactor)
@@ -334,7 +341,7 @@ def _check_lines(checks: Iterable[Check], stream: TextIO | None, redactor: Redac
 
 
 def _follow(text: str, lines: Iterable[str], redactor: Redactor) -> None:
-    """Print lines as they come, until they end or nobody reads any more."""
+    """Print lines as they come, until they end or the reader is gone."""
     if text:
         _emit(sys.stdout, clean(redactor.text(text)).rstrip("\n") + "\n")
     for line in lines:
@@ -345,7 +352,7 @@ def _follow(text: str, lines: Iterable[str], redactor: Redactor) -> None:
 def _emit(
     stream: TextIO | None, text: str, *, encoding: str | None = None, gone: bool = False
 ) -> OSError | None:
-    """Write and flush; a reader that went away is no error (unless `gone` asks), a disk is."""
+    """Write and flush; return the error, but a closed pipe only with `gone`."""
     if stream is None or not text:
         return None
     try:
@@ -357,14 +364,14 @@ def _emit(
         return None  # the stream was closed
     except OSError as error:
         with suppress(OSError, ValueError):
-            # What is left in the buffer must go somewhere when the interpreter ends.
+            # The interpreter flushes what is left in the buffer when it ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return error if gone or not isinstance(error, BrokenPipeError) else None
     return None
 
 
 def _fill_standard_streams() -> None:
-    """Open /dev/null in place of a closed standard stream: else a file gets its number."""
+    """Open /dev/null for each closed standard stream, or a file would get its number."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

@@ -1,4 +1,4 @@
-"""How things look: checks, errors and progress, on a terminal and in a plain file."""
+"""Checks, errors and progress as text, for a terminal or a plain file."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _COLOURS = {Verdict.PASSED: "32", Verdict.FAILED: "1;31", Verdict.UNKNOWN: "33"}
 
 
 def wants_colour(stream: TextIO | None, environment: Mapping[str, str]) -> bool:
-    """Whether colours may go there: a terminal that is not dumb, and no `NO_COLOR`."""
+    """Return whether to use colours: on a terminal that is not dumb, without `NO_COLOR`."""
     if environment.get("NO_COLOR") or environment.get("TERM") == "dumb":
         return False
     return is_terminal(stream)
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a person looks at this stream; a closed one has nobody."""
+    """Return whether this stream is a terminal; a closed one is not."""
     try:
         return bool(stream and stream.isatty())
     except ValueError:
@@ -38,15 +38,15 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def width_of(stream: TextIO | None) -> int:
-    """Columns to fill: those of the terminal, or 100."""
+    """Return the width in columns: the terminal's, or 100."""
     return max(60, shutil.get_terminal_size((100, 24)).columns) if is_terminal(stream) else 100
 
 
 def check_lines(checks: Iterable[Check], *, width: int = 100, colour: bool = False) -> list[str]:
-    """Give checks as aligned lines. All text is cleaned.
+    """Return checks as aligned lines without control characters.
 
-    What passed takes one line: verdict, id and what was observed, cut to the width. What did not
-    is told whole, over several lines if need be: expected, observed, where; a path is never cut.
+    A check that passed takes one line, cut to the width: verdict, ID and observation. Any other is
+    printed in full, on several lines if needed; a path is never cut, so that it can be copied.
     """
     shown = tuple(checks)
     column = min(max((len(c.id) for c in shown), default=0), 28)
@@ -55,17 +55,17 @@ def check_lines(checks: Iterable[Check], *, width: int = 100, colour: bool = Fal
         head = f"{one.verdict.value:7}  {_one_line(one.id):{column}}  "
         if one.passed:
             room = max(width - len(head), 20)
-            seen = _one_line(one.observed)
-            parts = [seen if len(seen) <= room else seen[: room - 1] + "…"]
+            text = _one_line(one.observed)
+            parts = [text if len(text) <= room else text[: room - 1] + "…"]
         else:
             parts = [f"expected: {_one_line(one.expected)}", f"observed: {_one_line(one.observed)}"]
             parts += [f"at: {_one_line(one.where)}"] if one.where else []
-        lines += _laid_out(head, parts, width, _COLOURS[one.verdict] if colour else None)
+        lines += _layout(head, parts, width, _COLOURS[one.verdict] if colour else None)
     return lines
 
 
-def _laid_out(head: str, parts: list[str], width: int, colour: str | None) -> list[str]:
-    """Everything on one line if it fits, else one part a line, wrapped below the head's end."""
+def _layout(head: str, parts: list[str], width: int, colour: str | None) -> list[str]:
+    """Return one line if everything fits, else a line for each part, wrapped and indented."""
     indent = " " * len(head)
     whole = head + "; ".join(parts)
     if len(whole) <= width:
@@ -84,7 +84,7 @@ def _laid_out(head: str, parts: list[str], width: int, colour: str | None) -> li
 
 
 def error_lines(error: BakehouseError, record: str | None = None) -> list[str]:
-    """Give an error as what, where and hint, and the record of the run that it ended."""
+    """Return an error as lines: what, where, hint and the run's record."""
     lines = [f"error: {clean(error.what)}"]
     if error.where:
         lines += [f"  at:   {_below(error.where)}"]
@@ -106,14 +106,14 @@ def _one_line(text: str) -> str:
 def make_progress(
     stream: TextIO | None, environment: Mapping[str, str], redactor: Redactor
 ) -> Progress:
-    """Bars where a person watches a terminal, plain lines elsewhere."""
+    """Return progress bars for a terminal, plain lines for anything else."""
     if is_terminal(stream) and environment.get("TERM") != "dumb":
         return RichProgress(stream, redactor, colour=wants_colour(stream, environment))
     return PlainProgress(stream, redactor)
 
 
 class PlainProgress:
-    """A line at the start, a line now and then, a line at the end: for logs and cron mails."""
+    """Plain lines for logs and cron mails: at the start, sometimes between, and at the end."""
 
     def __init__(
         self, stream: TextIO | None, redactor: Redactor | None = None, *, every: float = 10.0
@@ -130,7 +130,7 @@ class PlainProgress:
             self._stream.write(clean(self._redactor.text(text)) + "\n")
             self._stream.flush()
         except (OSError, ValueError):
-            self._stream = None  # nobody reads any more; the work goes on
+            self._stream = None  # the reader is gone; the work goes on
 
     @contextmanager
     def bar(self, title: str, unit: str = "") -> Iterator[Bar]:
@@ -151,34 +151,36 @@ class _PlainBar:
         self._title = title
         self._unit = unit
         self._every = every
-        self._began = self._said = time.monotonic()
+        self._began = self._printed = time.monotonic()
 
     @property
     def elapsed(self) -> float:
         return time.monotonic() - self._began
 
     def update(self, done: float, total: float | None = None, note: str = "") -> None:
-        """Say where it stands, if the last time was long enough ago; ever more seldom."""
+        """Print the status, at growing intervals."""
         now = time.monotonic()
-        if now - self._said < max(self._every, self.elapsed / 20):
+        if now - self._printed < max(self._every, self.elapsed / 20):
             return
-        self._said = now
-        self._progress.say(f"{self._title}: {self._standing(done, total)}{note and f', {note}'}")
-
-    def _standing(self, done: float, total: float | None) -> str:
-        rate = done / self.elapsed if self.elapsed > 0 else 0
-        words = [amount(done, self._unit)]
+        self._printed = now
+        words = _figures(done, total, self._unit, self.elapsed)
         if total:
-            words = [f"{done / total:.0%}", f"{words[0]} of {amount(total, self._unit)}"]
-        if self._unit == "B" and rate:
-            words.append(f"{amount(rate, 'B')}/s")
-        if total and rate and done < total:
-            words.append(f"{duration((total - done) / rate)} left")
-        return ", ".join(words)
+            words.insert(0, f"{done / total:.0%}")
+            if 0 < done < total:
+                words.append(f"{duration((total - done) / done * self.elapsed)} left")
+        self._progress.say(f"{self._title}: {', '.join(filter(None, [*words, note]))}")
+
+
+def _figures(done: float, total: float | None, unit: str, elapsed: float) -> list[str]:
+    """Return the amount, with its total if known, and the rate of bytes."""
+    words = [amount(done, unit) + (f" of {amount(total, unit)}" if total else "")]
+    if unit == "B" and done and elapsed > 0:
+        words.append(f"{amount(done / elapsed, 'B')}/s")
+    return words
 
 
 class RichProgress:
-    """Live bars on a terminal, with rate and time left."""
+    """Live bars on a terminal, with rate and remaining time."""
 
     def __init__(self, stream: TextIO | None, redactor: Redactor, *, colour: bool = True) -> None:
         self._stream = stream
@@ -188,7 +190,7 @@ class RichProgress:
         self._open = 0
 
     def _tools(self) -> tuple[rich.console.Console, rich.progress.Progress]:
-        """Make the display with the first use: rich takes 50 ms to import."""
+        """Create the display at the first use: rich takes 50 ms to import."""
         if self._made is None:
             from rich import progress as bars
             from rich.console import Console
@@ -200,7 +202,7 @@ class RichProgress:
             display = bars.Progress(
                 bars.TextColumn("{task.description}", markup=False),
                 bars.BarColumn(),
-                bars.TextColumn("{task.fields[standing]}", markup=False),
+                bars.TextColumn("{task.fields[status]}", markup=False),
                 bars.TimeRemainingColumn(elapsed_when_finished=True),
                 console=console,
                 transient=True,
@@ -222,7 +224,7 @@ class RichProgress:
         if self._open == 0:
             display.start()
         self._open += 1
-        task = display.add_task(title, total=None, standing="")
+        task = display.add_task(title, total=None, status="")
         word = "stopped after"
         try:
             yield _RichBar(display, task, unit, began)
@@ -246,18 +248,15 @@ class _RichBar:
 
     def update(self, done: float, total: float | None = None, note: str = "") -> None:
         """See `Bar.update`."""
-        words = [amount(done, self._unit) + (f" of {amount(total, self._unit)}" if total else "")]
-        elapsed = time.monotonic() - self._began
-        if self._unit == "B" and elapsed > 0:
-            words.append(f"{amount(done / elapsed, 'B')}/s")
+        words = _figures(done, total, self._unit, time.monotonic() - self._began)
         if note:
             words.append(clean(note, one_line=True)[:60])
-        fields: dict[str, Any] = {"standing": ", ".join(words)}
+        fields: dict[str, Any] = {"status": ", ".join(words)}
         self._display.update(self._task, completed=done, total=total, **fields)
 
 
 def duration(seconds: float) -> str:
-    """Write seconds for people: `0.4 s`, `12 s`, `3 min 5 s`, `2 h 10 min`."""
+    """Format seconds: `0.4 s`, `12 s`, `3 min 5 s`, `2 h 10 min`."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)

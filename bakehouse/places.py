@@ -89,3 +89,57 @@ class Places:
 
 def _user(env: Mapping[str, str]) -> Path:
     return Path(env.get("HOME") or Path.home())
+
+
+_CHECKOUT = Path(__file__).resolve().parents[1]
+_INSTALLED = Path(__file__).resolve().parent / "shipped"
+
+
+def shipped(name: str) -> Path:
+    """Return a folder that ships with Bakehouse: `recipes`, `patches` or `docker`.
+
+    They lie beside the package in a checkout, and inside it (by setup.py) once it is installed.
+    """
+    in_checkout = (_CHECKOUT / "pyproject.toml").is_file()
+    return (_CHECKOUT if in_checkout else _INSTALLED) / name
+
+
+def user_config(env: Mapping[str, str] | None = None) -> Path:
+    """Return the user's configuration folder. Raises RuntimeError if there is no home folder."""
+    env = os.environ if env is None else env
+    root = env.get("XDG_CONFIG_HOME") or _user(env) / ".config"
+    return Path(root).absolute() / "bakehouse"
+
+
+def writable_copy(path: Path) -> Path:
+    """Return where to write a lock or golden value, given its path beside the recipe.
+
+    That is the same path, unless it lies in an installed package: then it is in `shipped` of the
+    user's configuration folder.
+    """
+    if not path.absolute().is_relative_to(_INSTALLED):
+        return path
+    return user_config() / "shipped" / path.absolute().relative_to(_INSTALLED)
+
+
+def current_copy(path: Path) -> Path:
+    """Return where to read a lock or golden value: the user's copy if there is one, else `path`."""
+    copy = writable_copy(path)
+    return copy if copy.exists() else path
+
+
+def recipes_folder(given: Path | str | None = None, checkout: Path | None = None) -> Path:
+    """Return the folder in which `--recipe NAME` is looked up.
+
+    In this order: `given`, BAKEHOUSE_RECIPES, the folder of the checkout in which Invoke found its
+    tasks, `./recipes`, `recipes` in the user's configuration folder, and what ships.
+    """
+    if given or (given := os.environ.get("BAKEHOUSE_RECIPES")):
+        return Path(given).expanduser()
+    if checkout:
+        return checkout
+    try:
+        folders = [Path("recipes"), user_config() / "recipes"]
+    except RuntimeError:
+        folders = [Path("recipes")]
+    return next((folder for folder in folders if folder.is_dir()), shipped("recipes"))

@@ -18,6 +18,7 @@ from bakehouse.lock import (
     describe,
     moved_line,
 )
+from bakehouse.places import current_copy, writable_copy
 from bakehouse.recipe.model import Recipe
 from bakehouse.sources.drift import differences, provided_toolkit
 from bakehouse.sources.mods import pin_mods
@@ -31,8 +32,11 @@ MAX_LOCK = 16 * 2**20
 
 
 def lock_path(recipe_path: Path) -> Path:
-    """Where a recipe's lock lies: beside it, as `NAME.lock.json`."""
-    return recipe_path.with_name(f"{recipe_path.stem}.lock.json")
+    """Return the path of a recipe's lock: beside it, as `NAME.lock.json`.
+
+    The lock of a recipe that ships with an installed Bakehouse may have a newer copy of the user's.
+    """
+    return current_copy(recipe_path.with_name(f"{recipe_path.stem}.lock.json"))
 
 
 def read_lock(path: Path) -> Lock | None:
@@ -276,6 +280,8 @@ def _write(path: Path, lock: Lock) -> None:
     from bakehouse.util.files import write_atomic
 
     try:
+        path = writable_copy(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, to_json(lock).encode())
     except OSError as error:
         raise HostError(

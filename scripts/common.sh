@@ -1,5 +1,4 @@
-# Shared by quickstart, test and nightly: find a Python, make .venv, install what is missing.
-# Sourced, not run.
+# Sourced by quickstart, test and nightly: finds a Python, makes .venv, installs missing packages.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -14,7 +13,7 @@ fail() { # what, hint, exit code (9: this machine lacks something)
 
 debian_like() { [ -r /etc/debian_version ] && command -v apt-get >/dev/null; }
 
-# need COMMAND PACKAGE: note the Debian package where the command is not there.
+# need COMMAND PACKAGE: note the Debian package if the command is missing.
 missing=()
 need() { command -v "$1" >/dev/null || missing+=("$2"); }
 
@@ -55,11 +54,11 @@ find_python() {
     python=python3
     if good_python "$python"; then return; fi
   fi
-  fail "no Python from 3.11 to 3.14 was found" \
+  fail "no Python 3.11 to 3.14 found" \
     "install one, or name it: BAKEHOUSE_PYTHON=/path/to/python3"
 }
 
-# make_venv [EXTRA]: .venv with Bakehouse in it; instant where nothing changed.
+# make_venv [EXTRA]: .venv with Bakehouse installed; instant if nothing changed.
 make_venv() {
   local extra=${1:-} wanted stamp=.venv/bakehouse-installed
   find_python

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bakehouse import flags
 from bakehouse.base import digest
 from bakehouse.build.artifact import Artifact
 from bakehouse.build.ensure import ensure
@@ -22,19 +22,7 @@ from bakehouse.preflight import combinations
 from bakehouse.recipe.load import Loaded, find
 from bakehouse.records.store import Run
 
-
-@dataclass(frozen=True)
-class Options:
-    """The task's flags."""
-
-    recipe: str
-    set: tuple[str, ...] = ()
-    locked: bool = False
-    jobs: str = ""
-    dry_run: bool = False
-    patch: tuple[str, ...] = ()
-    no_patch: tuple[str, ...] = ()
-    allow: str = ""
+Options = flags.Build
 
 
 def run(ctx: Context, options: Options) -> Outcome:
@@ -42,14 +30,14 @@ def run(ctx: Context, options: Options) -> Outcome:
     jobs = parse_jobs(options.jobs)
     asked = for_run.asked(options)
     path = find(options.recipe, ctx.recipes)
-    loaded = combinations.load_good(path, options.set, asked.change(ctx))
+    loaded = combinations.load_good(path, options.set_, asked.change(ctx))
     if options.dry_run:
-        lock = for_run.ensure(ctx, loaded, asked, options.set, locked=True, fetch=False)
+        lock = for_run.ensure(ctx, loaded, asked, options.set_, locked=True, fetch=False)
         plan = plan_engine(loaded, lock, survey(ctx, loaded.recipe, lock), ctx.places, jobs=jobs)
         result = {**plan.to_data(), "built": is_built(plan)}
         return Outcome(result=result, text="\n".join(build_lines(plan)))
     with Run.start(ctx, "build", loaded.recipe.name, secrets=loaded.recipe.secrets) as record:
-        lock = for_run.ensure(ctx, loaded, asked, options.set, locked=options.locked)
+        lock = for_run.ensure(ctx, loaded, asked, options.set_, locked=options.locked)
         record.pin(lock=digest(lock))
         for_run.note(asked, lock, record)
         here = survey(ctx, loaded.recipe, lock, make=True)

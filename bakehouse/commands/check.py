@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bakehouse import flags
 from bakehouse.checks import Check, check
 from bakehouse.context import Context
 from bakehouse.errors import Fault, LockError, NotFound, RecipeError
@@ -17,13 +18,7 @@ from bakehouse.recipe.load import Loaded, find, load, names
 from bakehouse.resolve import drift, lock_path, read_lock
 from bakehouse.sources.weights import locate
 
-
-@dataclass(frozen=True)
-class Options:
-    """Which recipe (all of them where none is named), and what is overridden."""
-
-    recipe: str | None = None
-    set_: tuple[str, ...] = ()
+Options = flags.Check
 
 
 @dataclass

@@ -9,11 +9,11 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, cast
 
+from bakehouse import flags
 from bakehouse.context import Context
 from bakehouse.errors import HostError, NotFound, UsageError
 from bakehouse.outcome import Outcome
@@ -43,13 +43,7 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """Flags of the task; `file` is a path, or `-` for standard input."""
-
-    file: str
-    engine: str | None = None
-    stage: str | None = None
+Options = flags.Diagnose
 
 
 def run(_: Context, options: Options) -> Outcome:

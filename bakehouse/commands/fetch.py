@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
+from bakehouse import flags
 from bakehouse.context import Context
 from bakehouse.host import read_host
 from bakehouse.lock import Lock
@@ -17,21 +18,12 @@ from bakehouse.sources.tree import ensure_tree, repository_of
 from bakehouse.sources.weights import ensure, refuse_offline
 from bakehouse.toolkit.provide import fetch as fetch_toolkit
 
-
-@dataclass(frozen=True)
-class Options:
-    """The task's flags."""
-
-    recipe: str
-    set: tuple[str, ...] = ()
-    locked: bool = False
-    rehash: bool = False
-    """Whether every file is read again, whatever is remembered of it."""
+Options = flags.Fetch
 
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Fetch what is missing; nothing is fetched where all is here."""
-    loaded = load_sound(find(options.recipe, ctx.recipes), options.set)
+    loaded = load_sound(find(options.recipe, ctx.recipes), options.set_)
     pinned.require(ctx, loaded)
     lock = ensure_lock(ctx, loaded, locked=options.locked)
     refuse_offline(ctx, lock)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+from bakehouse import flags
 from bakehouse.checkpoints.files import read_path
 from bakehouse.context import Context
 from bakehouse.errors import HostError, NotFound, UsageError
@@ -32,19 +33,7 @@ from bakehouse.recipe.load import Loaded, find, load
 from bakehouse.resolve import lock_path, read_lock
 from bakehouse.sources.weights import locate
 
-
-@dataclass(frozen=True)
-class Options:
-    """What `invoke fit` takes."""
-
-    recipe: str | None = None
-    set: tuple[str, ...] = ()
-    hub: str | None = None
-    revision: str | None = None
-    context: str | None = None
-    host: str | None = None
-    kv_cache: str | None = None
-    speculation: str | None = None
+Options = flags.Fit
 
 
 def run(ctx: Context, options: Options) -> Outcome:
@@ -54,7 +43,10 @@ def run(ctx: Context, options: Options) -> Outcome:
     if options.revision and not options.hub:
         raise UsageError("--revision belongs to --hub")
     context = _whole(options.context, "--context")
-    machine = named_machine(options.host) if options.host else find_machine(ctx.processes)
+    if options.machine and options.host not in (None, options.machine):
+        raise UsageError("--machine and --host name two machines", hint="use --machine alone")
+    profile = options.machine or options.host
+    machine = named_machine(profile) if profile else find_machine(ctx.processes)
     speculation = _factor(options.speculation)
     budget: Budget | None = None
     if options.hub:
@@ -62,7 +54,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         found = on_hub(ctx, options.hub, options.revision or "main")
         beside: dict[str, Weight] = {}
     else:
-        loaded = load(find(options.recipe or "", ctx.recipes), options.set)
+        loaded = load(find(options.recipe or "", ctx.recipes), options.set_)
         demand = demand_of(loaded.recipe)
         weights = _weights(ctx, loaded)
         beside = {role: weight for role, weight in weights.items() if role != "model"}
@@ -91,7 +83,7 @@ def _outcome(
             "caches and overheads come on top"
         )
     else:
-        notes.append("speed: this machine's memory bandwidth is not known; --host names some")
+        notes.append("speed: unknown, since the memory bandwidth is; --machine names profiles")
     text = [ladder_text(ladder), *notes]
     if budget is not None:
         text += ["", "the recipe as it stands:", table(budget)]

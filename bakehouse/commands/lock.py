@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from bakehouse import flags
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, LockError
 from bakehouse.lock import Drift, Lock, changes, describe, moved_line
@@ -14,23 +13,16 @@ from bakehouse.recipe.load import Loaded, find
 from bakehouse.resolve import ensure_lock, lock_path, moved_refs, read_lock
 from bakehouse.sources.images import moved_tags
 
-
-@dataclass(frozen=True)
-class Options:
-    """The task's flags."""
-
-    recipe: str
-    set: tuple[str, ...] = ()
-    update: bool = False
+Options = flags.Lock
 
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Write the lock where there is none; with `update`, move its pins."""
-    loaded = load_sound(find(options.recipe, ctx.recipes), options.set)
+    loaded = load_sound(find(options.recipe, ctx.recipes), options.set_)
     pinned.require(ctx, loaded)
-    path = lock_path(loaded.path)
     before = _before(loaded)
     lock = ensure_lock(ctx, loaded, update=options.update, say=False)
+    path = lock_path(loaded.path)
     moved = changes(before, lock) if before else ()
     refs = _refs(ctx, lock) if before and not options.update else ()
     lines = describe(lock)

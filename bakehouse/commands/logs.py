@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from bakehouse import flags
 from bakehouse.commands.servers import folder_of
 from bakehouse.context import Context
 from bakehouse.errors import NotFound, UsageError
@@ -22,13 +22,7 @@ JSON_LINES = 1000
 """So many lines at most go into a JSON document where `--lines` says nothing."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the task was given."""
-
-    recipe: str = ""
-    lines: str = ""
-    follow: bool = False
+Options = flags.Logs
 
 
 def run(ctx: Context, options: Options) -> Outcome:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from bakehouse import flags
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, PatchError, RecipeError, UsageError
 from bakehouse.outcome import Outcome
@@ -21,25 +21,7 @@ from bakehouse.redact import clean
 from bakehouse.sources.diffs import counts, read_diff
 from bakehouse.sources.upstream import host_of
 
-
-@dataclass(frozen=True)
-class Options:
-    """The task's flags."""
-
-    pr: str = ""
-    url: str = ""
-    file: str = ""
-    commit: str = ""
-    repo: str = ""
-    recipe: str = ""
-    update: bool = False
-    vendor: bool = False
-    allow: str = ""
-    dry_run: bool = False
-    judge: bool = False
-    set_: tuple[str, ...] = ()
-    accept_memory_risk: str = ""
-    """Why the two servers are started although they do not fit."""
+Options = flags.Patch
 
 
 def run(ctx: Context, options: Options) -> Outcome:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from bakehouse import flags
 from bakehouse.checks import Check, check
 from bakehouse.commands.planned import build_lines, is_built, serve_lines, step_lines
 from bakehouse.context import Context
@@ -20,24 +19,15 @@ from bakehouse.preflight import combinations
 from bakehouse.recipe.load import Loaded, find
 from bakehouse.sources.weights import locate
 
-
-@dataclass(frozen=True)
-class Options:
-    """The task's flags."""
-
-    recipe: str
-    set: tuple[str, ...] = ()
-    patch: tuple[str, ...] = ()
-    no_patch: tuple[str, ...] = ()
-    allow: str = ""
+Options = flags.Plan
 
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Plan a recipe. Needs its lock, but no network."""
     asked = for_run.asked(options)
     path = find(options.recipe, ctx.recipes)
-    loaded = combinations.load_good(path, options.set, asked.change(ctx))
-    lock = for_run.ensure(ctx, loaded, asked, options.set, locked=True, fetch=False)
+    loaded = combinations.load_good(path, options.set_, asked.change(ctx))
+    lock = for_run.ensure(ctx, loaded, asked, options.set_, locked=True, fetch=False)
     plan, _ = make_plan(loaded, lock, survey(ctx, loaded.recipe, lock), ctx.places)
     lines = [f"recipe {plan.recipe}, lock {plan.lock}", "", *step_lines(plan.fetch)]
     lines += ["", *build_lines(plan.build), "", *serve_lines(plan.serve)]

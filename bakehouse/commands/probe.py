@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
+from bakehouse import flags
 from bakehouse.checks import Verdict, not_passed
-from bakehouse.commands.target import Target, Which, identify_any, target_of
+from bakehouse.commands.target import Target, identify_any, target_of
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, LockError, NotCorrect, NotHealthy
 from bakehouse.outcome import Outcome
@@ -19,13 +19,7 @@ from bakehouse.recipe.gate import SuiteName
 from bakehouse.records.store import Run
 from bakehouse.serve.proof import identity
 
-
-@dataclass(frozen=True)
-class Options(Which):
-    """Flags of `probe`."""
-
-    accept_golden: bool = False
-    """Keep what this server answers as the golden values of its weights, if it proves itself."""
+Options = flags.Probe
 
 
 def run(ctx: Context, options: Options) -> Outcome:

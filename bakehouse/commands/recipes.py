@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from bakehouse import flags
 from bakehouse.context import Context
 from bakehouse.errors import RecipeError
 from bakehouse.outcome import Outcome
@@ -12,10 +12,7 @@ from bakehouse.recipe.faults import shown
 from bakehouse.recipe.load import find, load, names
 from bakehouse.redact import clean
 
-
-@dataclass(frozen=True)
-class Options:
-    """No options."""
+Options = flags.Recipes
 
 
 def run(ctx: Context, options: Options) -> Outcome:  # noqa: ARG001

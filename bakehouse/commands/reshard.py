@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
+from bakehouse import flags
 from bakehouse.checks import check
 from bakehouse.context import Context
 from bakehouse.errors import UsageError
 from bakehouse.outcome import Outcome
 
-
-@dataclass(frozen=True)
-class Options:
-    """What `invoke reshard` takes."""
-
-    checkpoint: str
-    out: str
-    max_shard: str = "4GB"
+Options = flags.Reshard
 
 
 def run(ctx: Context, options: Options) -> Outcome:

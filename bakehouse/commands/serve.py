@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bakehouse import flags
 from bakehouse.base import digest
 from bakehouse.build.ensure import ensure as ensure_build
 from bakehouse.build.image import ImageArtifact
@@ -53,26 +54,7 @@ Asking = Callable[[Endpoint, Known], Proof]
 """Asks a server what it has to prove."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the task was given."""
-
-    recipe: str
-    set_: tuple[str, ...] = ()
-    port: str = ""
-    host: str = ""
-    locked: bool = False
-    foreground: bool = False
-    dry_run: bool = False
-    accept_memory_risk: str = ""
-    """Why it is started although the budget says that it does not fit."""
-    watch: str = ""
-    """Time between two rounds of a watch that begins once it is ready; without it, no watch."""
-    instance: str = ""
-    """A second server of one recipe, beside the one that people use, has a name of its own."""
-    patch: tuple[str, ...] = ()
-    no_patch: tuple[str, ...] = ()
-    allow: str = ""
+Options = flags.Serve
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain
 
+from bakehouse import flags
 from bakehouse.context import Context
 from bakehouse.outcome import Outcome
 from bakehouse.recipe.faults import shown
@@ -12,13 +12,7 @@ from bakehouse.recipe.load import Loaded, find, load
 from bakehouse.recipe.resolved import resolved, sources, to_yaml
 from bakehouse.redact import Redactor, secret_values
 
-
-@dataclass(frozen=True)
-class Options:
-    """Which recipe, and what is overridden."""
-
-    recipe: str
-    set_: tuple[str, ...] = ()
+Options = flags.Show
 
 
 def run(ctx: Context, options: Options) -> Outcome:

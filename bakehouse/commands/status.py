@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from bakehouse import flags
 from bakehouse.commands.servers import as_data, folder_of, line
 from bakehouse.context import Context
 from bakehouse.outcome import Outcome
 from bakehouse.serve.containers import hanging
 from bakehouse.serve.control import folders, look, unasked
 
-
-@dataclass(frozen=True)
-class Options:
-    """What the task was given."""
-
-    recipe: str = ""
+Options = flags.Status
 
 
 def run(ctx: Context, options: Options) -> Outcome:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from bakehouse import flags
 from bakehouse.commands.servers import folder_of
 from bakehouse.context import Context
 from bakehouse.errors import HostError, UsageError
@@ -11,13 +10,7 @@ from bakehouse.outcome import Outcome
 from bakehouse.serve.containers import MARKED, clear_questions
 from bakehouse.serve.control import folders, look, stop
 
-
-@dataclass(frozen=True)
-class Options:
-    """What the task was given."""
-
-    recipe: str = ""
-    all_: bool = False
+Options = flags.Stop
 
 
 def run(ctx: Context, options: Options) -> Outcome:

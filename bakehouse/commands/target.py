@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from bakehouse import flags
 from bakehouse.checks import check
 from bakehouse.commands.servers import server_name
 from bakehouse.context import Context
@@ -21,18 +22,7 @@ from bakehouse.serve.control import look, unasked
 from bakehouse.serve.launch import kept_key
 from bakehouse.serve.proof import Running, running
 
-
-@dataclass(frozen=True)
-class Which:
-    """Flags that say which server is meant: exactly one of `recipe` and `url`."""
-
-    recipe: str = ""
-    set_: tuple[str, ...] = ()
-    instance: str = ""
-    """Which of several servers of the recipe."""
-    url: str = ""
-    model: str = ""
-    api_key_env: str = ""
+Which = flags.Probe | flags.Watch
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from bakehouse import flags
 from bakehouse.commands import serve as serving
-from bakehouse.commands.target import Which, identify_any, target_of
+from bakehouse.commands.target import identify_any, target_of
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, Interrupted, NotCorrect, NotHealthy, UsageError
 from bakehouse.outcome import Outcome
@@ -37,19 +38,7 @@ COMMAND_S = 600.0
 """A command that is run on failure gets so long, in seconds."""
 
 
-@dataclass(frozen=True)
-class Options(Which):
-    """What the task was given."""
-
-    every: str = "10m"
-    count: str = ""
-    """How many rounds; without it, until interrupted."""
-    on_failure: str = ""
-    """`restart`, `stop`, or a command with its arguments; without any, a failure ends the watch."""
-    patch: tuple[str, ...] = ()
-    no_patch: tuple[str, ...] = ()
-    allow: str = ""
-    """Patches with which it is served again, as it was served before."""
+Options = flags.Watch
 
 
 @dataclass(frozen=True)

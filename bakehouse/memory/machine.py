@@ -163,14 +163,15 @@ def named_machine(name: str) -> Machine:
         try:
             memory = parse_size(size) / GIB
         except ValueError as error:
-            raise UsageError(f"--host {name}: {error}", hint="write e.g. unified:121GiB") from error
-        source = "as given by --host; use by an idle system is assumed"
+            hint = "write e.g. unified:121GiB"
+            raise UsageError(f"--machine {name}: {error}", hint=hint) from error
+        source = "as given by --machine; use by an idle system is assumed"
         if kind == "gpu":
             return _profile(name, "GPU", memory, 0, source)
         machine = _unified(name, "GPU", memory, 0, source, idle=min(4.0, memory / 8))
         return machine if kind == "unified" else _without_gpu(machine)
     raise UsageError(
-        f"--host {name} is not a machine that is known here",
+        f"--machine {name} is not a machine that is known here",
         hint=f"known: {', '.join(PROFILES)}; or unified:SIZE, gpu:SIZE, cpu:SIZE",
     )
 

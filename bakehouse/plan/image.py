@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from bakehouse import __version__
@@ -22,6 +21,7 @@ from bakehouse.engines.vllm.able import RequiredCapabilities, required_capabilit
 from bakehouse.errors import BuildFailed, HostError
 from bakehouse.host import HostFacts
 from bakehouse.lock import GitPin, ImagePin, Lock
+from bakehouse.places import shipped
 from bakehouse.plan.build import GENERATOR, jobs_for, refuse
 from bakehouse.plan.types import ImagePlan, Step
 from bakehouse.ports.docker import OURS
@@ -33,7 +33,7 @@ IMAGE_RULES = 1
 """Raised when the same inputs would give another vLLM image."""
 BUILD_RULES = 2
 """Raised when the same inputs would give another image of llama.cpp."""
-DOCKER_FOLDER = Path(__file__).resolve().parents[2] / "docker"
+DOCKER_FOLDER = shipped("docker")
 """Beside the package, not in it: a package named docker would shadow the Docker SDK."""
 SCRIPTS = ("logged.sh", "toolkit.sh", "compile.sh", "collect.sh")
 PREFIX = "/opt/llama.cpp"

@@ -15,6 +15,7 @@ from bakehouse import atomic
 from bakehouse.base import digest, to_json
 from bakehouse.errors import HostError, LockError
 from bakehouse.lock import Lock
+from bakehouse.places import current_copy, writable_copy
 from bakehouse.probe.types import Golden, Known
 from bakehouse.recipe.model import Recipe
 
@@ -57,9 +58,9 @@ BACKENDS = ("cuda", "hip", "vulkan", "sycl", "metal")
 
 
 def golden_path(known: Known) -> Path:
-    """Where the golden values of these weights lie."""
+    """Return the path of the golden values of these weights."""
     kv = "".join(c if c.isalnum() or c in "_-" else "-" for c in known.kv_cache)
-    return known.goldens / f"{known.weights16}-{kv}.json"
+    return current_copy(known.goldens / f"{known.weights16}-{kv}.json")
 
 
 def read_golden(known: Known | None) -> Golden | None:
@@ -107,7 +108,7 @@ def _on_one_line(found: re.Match[str]) -> str:
 
 def write_golden(known: Known, golden: Golden) -> Path:
     """Write golden values; an older file is replaced, at once or not at all. Raises HostError."""
-    path = golden_path(known)
+    path = writable_copy(golden_path(known))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write(path, _LIST.sub(_on_one_line, to_json(golden)).encode())

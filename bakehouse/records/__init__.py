@@ -1,1 +1,1 @@
-"""Records: what happened, kept. One folder a run, and an index in SQLite."""
+"""Records of runs: a folder for each run, and an SQLite index."""

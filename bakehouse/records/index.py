@@ -1,8 +1,8 @@
-"""The SQLite index over all runs: a quick way to look back, never the truth.
+"""SQLite index of all runs, for fast queries.
 
-The truth is `runs/<id>/record.json`. The index is brought level with the folders whenever it is
-read, so a missing, damaged, older or newer index costs one pass over the folders and nothing else.
-Every use holds a file lock for milliseconds, so that two processes never meet inside it.
+It only copies `runs/<id>/record.json`. Every read first brings it up to date with the folders, so a
+missing, damaged, older or newer index is rebuilt in one pass. Every use holds a file lock for
+milliseconds, so two processes never use it at once.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any, TypeVar
 from bakehouse.places import Places
 
 SCHEMA = 1
-"""Raised when the table changes; an index of another schema is made again from the folders."""
+"""Version of the table; an index of another version is rebuilt from the folders."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One run, as the index knows it. Times in UTC, ISO 8601; `seconds` of wall time."""
+    """One run in the index. Times in UTC, ISO 8601; `seconds` of wall time."""
 
     id: str
     task: str
@@ -44,20 +44,13 @@ class Entry:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Entry:
-        """Take what the index needs of a record's JSON; KeyError or TypeError if it lacks that."""
-        return cls(
-            id=str(data["id"]),
-            task=str(data["task"]),
-            recipe=data.get("recipe"),
-            started=str(data["started"]),
-            ended=str(data["ended"]),
-            seconds=float(data["seconds"]),
-            ok=bool(data["ok"]),
-            exit=int(data["exit"]),
-            verdict=str(data["verdict"]),
-            lock=data.get("lock"),
-            build=data.get("build"),
-        )
+        """Read an entry from a record's JSON. Raises KeyError, TypeError or ValueError."""
+        kinds: dict[str, Any] = {
+            "id": str, "task": str, "started": str, "ended": str, "seconds": float, "ok": bool,
+            "exit": int, "verdict": str,
+        }  # fmt: skip
+        values: dict[str, Any] = {name: data.get(name) for name in ("recipe", "lock", "build")}
+        return cls(**values | {name: kind(data[name]) for name, kind in kinds.items()})
 
 
 _NAMES = tuple(f.name for f in fields(Entry))
@@ -72,7 +65,7 @@ CREATE TABLE runs (
 
 
 class Index:
-    """Verbs over the index. Errors of the disk come out as OSError or sqlite3.Error."""
+    """The index. Disk errors are raised as OSError or sqlite3.Error."""
 
     def __init__(self, places: Places) -> None:
         self._file = places.index
@@ -90,11 +83,11 @@ class Index:
         ok: bool | None = None,
         limit: int = 50,
     ) -> tuple[Entry, ...]:
-        """Runs that match, newest first."""
+        """Return the runs that match, newest first."""
 
         def query(db: sqlite3.Connection) -> tuple[Entry, ...]:
-            _sound(db)
-            self._level(db)
+            _check_pages(db)
+            self._update(db)
             return _select(db, task, recipe, ok, limit)
 
         return self._use(query)
@@ -102,14 +95,14 @@ class Index:
     def latest(
         self, *, task: str | None = None, recipe: str | None = None, ok: bool | None = None
     ) -> Entry | None:
-        """Give the newest run that matches, if there is one."""
+        """Return the newest run that matches, if any."""
         found = self.list(task=task, recipe=recipe, ok=ok, limit=1)
         return found[0] if found else None
 
     def _use(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        """Run `work` in one transaction; a damaged index is thrown away and made again."""
+        """Run `work` in one transaction; a damaged index is deleted and rebuilt."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        with _only_one(self._file.with_suffix(".lock")):
+        with _index_lock(self._file.with_suffix(".lock")):
             try:
                 return self._transaction(work)
             except sqlite3.DatabaseError as error:
@@ -127,8 +120,8 @@ class Index:
                 db.execute(f"PRAGMA user_version = {SCHEMA}")
             return work(db)
 
-    def _level(self, db: sqlite3.Connection) -> None:
-        """Add the runs that the index lacks, and drop those whose folder is gone."""
+    def _update(self, db: sqlite3.Connection) -> None:
+        """Add missing runs, and drop those whose folder is gone."""
         there = set(_names(self._runs))
         known = {row[0] for row in db.execute("SELECT id FROM runs")}
         _insert(db, [e for name in there - known if (e := read_entry(self._runs / name))])
@@ -136,7 +129,7 @@ class Index:
 
 
 def read_entry(folder: Path) -> Entry | None:
-    """Read what the index needs from a run's folder; None where its record cannot be read."""
+    """Read a run's entry from its folder; None if its record is unreadable."""
     try:
         return Entry.from_data(json.loads((folder / "record.json").read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -172,8 +165,8 @@ def _select(
     )
 
 
-def _sound(db: sqlite3.Connection) -> None:
-    """Raise sqlite3.DatabaseError where a page that no query may touch is damaged."""
+def _check_pages(db: sqlite3.Connection) -> None:
+    """Raise sqlite3.DatabaseError for a damaged page, even one that no query reads."""
     found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
     if found != "ok":
         error = sqlite3.DatabaseError(f"the index is damaged: {found}")
@@ -182,14 +175,14 @@ def _sound(db: sqlite3.Connection) -> None:
 
 
 def _damaged(error: sqlite3.DatabaseError) -> bool:
-    """Whether the file itself is at fault, and not the disk, a permission or a lock."""
+    """Return whether the file itself is damaged, not the disk, a permission or a lock."""
     name = getattr(error, "sqlite_errorname", "")
     return name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_FORMAT", "SQLITE_ERROR"))
 
 
 @contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file; the kernel lets go of it when the process ends."""
+def _index_lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file; the kernel releases it when the process ends."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""The record of one run, as it lies in `runs/<id>/record.json`."""
+"""The record of one run: `runs/<id>/record.json`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bakehouse.checks import Check
 
 
 class StepRecord(Frozen):
-    """One step as it went. Seconds of wall time; `code` as the process port gives it."""
+    """One step. `seconds` of wall time; `code` is the exit code, negative for a signal."""
 
     id: str
     argv: tuple[str, ...] = ()
@@ -23,7 +23,7 @@ class StepRecord(Frozen):
 
 
 class Answer(Frozen):
-    """What a server said to one question, whole."""
+    """A server's whole answer to one question."""
 
     question: str
     mode: str
@@ -34,48 +34,48 @@ class Answer(Frozen):
     verdict: str
     """`right`, `wrong`, `never started` or `unanswered`."""
     why: str = ""
-    """What was found, or what stood in the way."""
+    """What was found, or why nothing was."""
     found_in: str | None = None
-    """`content` or `reasoning`, where the answer was found."""
+    """`content` or `reasoning`: where the answer was found."""
     tokens: int | None = None
-    """Completion tokens, as the server counts them."""
+    """Completion tokens, by the server's count."""
     seconds: float
     retried: bool = False
     http_status: int | None = None
 
 
 class Cost(Frozen):
-    """What a suite took. Seconds of wall time."""
+    """Cost of a suite. `seconds` of wall time."""
 
     requests: int = 0
     tokens: int = 0
-    """Decoded, as the server counts them."""
+    """Decoded tokens, by the server's count."""
     prompt_tokens: int = 0
-    """Read by the model and not taken from its cache, as the server counts them."""
+    """Prompt tokens not taken from the cache, by the server's count."""
     seconds: float = 0.0
 
 
 SuiteVerdict = Literal[
     "true", "true (provisional)", "wrong", "never started", "unable", "unstable"
 ]  # fmt: skip
-"""What a suite came to. *never started*: the budget ended before an answer; *unable*: the server
-lacks what the suite needs; *unstable*: no answers of use, or not the same ones twice."""
+"""Result of a suite. *never started*: the token budget ended before an answer; *unable*: the server
+lacks a feature that the suite needs; *unstable*: unusable answers, or different ones each time."""
 
 
 class SuiteRecord(Frozen):
-    """One suite as it went."""
+    """Result of one suite."""
 
     suite: str
     verdict: SuiteVerdict
     summary: str
-    """One sentence for a person."""
+    """One sentence."""
     figures: dict[str, Any] = {}
-    """What was measured; units stand in the names."""
+    """Measurements, with units in their names."""
     cost: Cost = Cost()
 
 
 class Failure(Frozen):
-    """Why a run did not do what was asked."""
+    """Why a run failed."""
 
     id: str
     what: str
@@ -97,7 +97,7 @@ class Record(Frozen):
     ok: bool
     exit: int
     verdict: str
-    """One sentence for a person."""
+    """One sentence."""
     lock: str | None = None
     build: str | None = None
     versions: dict[str, str] = {}
@@ -107,5 +107,5 @@ class Record(Frozen):
     answers: tuple[Answer, ...] = ()
     suites: tuple[SuiteRecord, ...] = ()
     facts: dict[str, Any] = {}
-    """What else was seen: URL, process id, memory, the engine's own properties."""
+    """Other observations: URL, process ID, memory, the engine's properties."""
     error: Failure | None = None

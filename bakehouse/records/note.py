@@ -1,4 +1,4 @@
-"""How an exception remembers the record of the run that it ended, from the run to the printer."""
+"""The path of a run's record, attached to the exception that ended the run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ _NOTE = "record: "
 
 
 def add_record(error: BaseException, folder: str) -> None:
-    """Note the folder of the record; Python prints such notes below a traceback."""
+    """Attach the record's folder to an exception, as a note."""
     error.add_note(f"{_NOTE}{folder}")
 
 
 def record_of(error: BaseException) -> str | None:
-    """Give the folder of the record of the run that this exception ended, if one was noted."""
+    """Return the record's folder that is attached to an exception, if any."""
     for note in getattr(error, "__notes__", ()):
         if note.startswith(_NOTE):
             return str(note.removeprefix(_NOTE))

@@ -1,8 +1,8 @@
-"""Runs on disk: one folder a run, with `record.json`, logs, and a row in the index.
+"""Runs on disk: a folder for each run, with `record.json` and logs, and a row in the index.
 
-A run is a context manager. Its record is written when it starts, at every step and on every way
-out, each time to a new file that is renamed over the old one: a run that was killed leaves a whole
-record whose verdict is `unfinished` and whose last step is the one that was running.
+A run is a context manager. Its record is written atomically when it starts, at every step and at
+the end, so a killed run leaves a whole record: its verdict is `unfinished`, and its last step is
+the one that was running.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from bakehouse import atomic
 from bakehouse.base import plain, to_json
@@ -24,38 +24,18 @@ from bakehouse.checks import Check, not_passed
 from bakehouse.errors import BakehouseError, NotFound, os_error
 from bakehouse.logs import event, run_events
 from bakehouse.places import Places
-from bakehouse.ports.clock import Clock
-from bakehouse.progress import Progress
 from bakehouse.records.index import Entry, Index
 from bakehouse.records.model import Answer, Failure, Record, StepRecord, SuiteRecord
 from bakehouse.records.note import add_record
-from bakehouse.redact import Redactor, secret_values
+from bakehouse.redact import secret_values
 from bakehouse.util.text import size_text
 
+if TYPE_CHECKING:
+    from bakehouse.context import Context
+    from bakehouse.ports.process import Captured, Finished
+
 UNFINISHED = "unfinished"
-"""The verdict of a run that has not ended, or never could end."""
-
-
-class Around(Protocol):
-    """What a run needs of the context."""
-
-    @property
-    def places(self) -> Places: ...  # noqa: D102
-    @property
-    def environment(self) -> Mapping[str, str]: ...  # noqa: D102
-    @property
-    def clock(self) -> Clock: ...  # noqa: D102
-    @property
-    def progress(self) -> Progress: ...  # noqa: D102
-    @property
-    def redactor(self) -> Redactor: ...  # noqa: D102
-
-
-class Ended(Protocol):
-    """Whatever says how a child ended: `Finished` and `Captured` of the process port."""
-
-    @property
-    def code(self) -> int: ...  # noqa: D102
+"""The verdict of a run that has not ended, or was killed."""
 
 
 EVENTS = "events.jsonl"
@@ -63,22 +43,22 @@ EVENTS = "events.jsonl"
 
 
 class StepRun:
-    """A step while it runs. Set `code`, or hand over what the process port gave."""
+    """A running step; set `code`, or call `ended`."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
-        """Where the step's child writes to; recorded if it exists in the end."""
+        """Log file of the step's child; recorded if it exists at the end."""
         self.code: int | None = None
 
-    def ended(self, child: Ended) -> None:
-        """Note how the step's child ended."""
+    def ended(self, child: Finished | Captured) -> None:
+        """Record the exit code of the step's child."""
         self.code = child.code
 
 
 class Run:
-    """One run of a task. Make it with `Run.start`."""
+    """One run of a task, opened with `Run.start`."""
 
-    def __init__(self, ctx: Around, task: str, recipe: str | None, now: datetime) -> None:
+    def __init__(self, ctx: Context, task: str, recipe: str | None, now: datetime) -> None:
         self._ctx = ctx
         self._task = task
         self._recipe = recipe
@@ -99,16 +79,16 @@ class Run:
     @classmethod
     @contextmanager
     def start(
-        cls, ctx: Around, task: str, recipe_name: str | None, *, secrets: Iterable[str] = ()
+        cls, ctx: Context, task: str, recipe_name: str | None, *, secrets: Iterable[str] = ()
     ) -> Iterator[Run]:
-        """Open a run; on the way out, whichever it is, its record is written.
+        """Open a run; its record is written however it ends.
 
-        `secrets` names environment variables whose values are hidden, beside the well-known ones.
-        The exception that ends a run is recorded and raised again, with a note that names the
-        record. Raises HostError where the state folder cannot be written.
+        `secrets` names environment variables whose values are hidden, besides the well-known ones.
+        An exception is recorded and raised again, with a note that names the record.
+        Raises HostError if the state folder cannot be written.
         """
         ctx.redactor.add(*secret_values(ctx.environment, secrets))
-        with _explained(ctx.places.state):
+        with _disk_errors(ctx.places.state):
             run = cls(ctx, task, recipe_name, ctx.clock.now())
             run._write(UNFINISHED, exit_code=1, ok=False)
         try:
@@ -122,22 +102,22 @@ class Run:
             with suppress(OSError):
                 run._hide_in(run.folder / EVENTS)
         verdict, code = run._verdict()
-        with _explained(ctx.places.state):
+        with _disk_errors(ctx.places.state):
             run._write(verdict, exit_code=code, ok=code == 0)
 
     @property
     def record(self) -> Path:
-        """Path of the record."""
+        """Path of `record.json`."""
         return self.folder / "record.json"
 
     @property
     def judged(self) -> tuple[Check, ...]:
-        """All judgements so far."""
+        """All checks so far."""
         return tuple(self._checks)
 
     @contextmanager
     def step(self, id: str, argv: Sequence[str] = ()) -> Iterator[StepRun]:  # noqa: A002
-        """Time a step; its log, if one is written, lies in the run's folder."""
+        """Time a step and record it; its log goes into the run's folder."""
         number = len(self._steps)
         log = self.folder / f"{number + 1:02d}-{_slug(id)}.log"
         started, clock_began = self._ctx.clock.now(), self._ctx.clock.monotonic()
@@ -161,49 +141,49 @@ class Run:
         self.save()
 
     def check(self, *checks: Check) -> None:
-        """Record judgements."""
+        """Record checks."""
         self._checks += checks
 
     def checks(self, checks: Iterable[Check]) -> None:
-        """Record judgements."""
+        """Record checks."""
         self._checks += checks
 
     def answers(self, answers: Iterable[Answer]) -> None:
-        """Record what a server answered."""
+        """Record a server's answers."""
         self._answers += answers
 
     def suites(self, suites: Iterable[SuiteRecord]) -> None:
-        """Add what suites came to."""
+        """Record the results of probe suites."""
         self._suites += suites
 
     def fact(self, name: str, value: Any) -> None:
-        """Record something seen: plain data, or a type that can become plain data."""
+        """Record any other observation, as plain data or a type that becomes plain data."""
         self._facts[name] = value
 
     def version(self, name: str, value: str) -> None:
-        """Record the version of a tool or engine that took part."""
+        """Record the version of a tool or engine."""
         self._versions[name] = value
 
     def host(self, facts: Mapping[str, Any]) -> None:
-        """Record what the machine is."""
+        """Record facts about the machine."""
         self._host.update(facts)
 
     def pin(self, *, lock: str | None = None, build: str | None = None) -> None:
-        """Record the digests of the lock and of the artifact that were used."""
+        """Record the digests of the lock and the build in use."""
         self._fields["lock"] = lock or self._fields["lock"]
         self._fields["build"] = build or self._fields["build"]
 
     def hide(self, *values: str) -> None:
-        """Hide further secrets, such as a key that was read from a file."""
+        """Hide more secrets, such as a key read from a file."""
         self._redactor.add(*values)
 
     def finish(self, verdict: str, *, exit_code: int = 0) -> None:
-        """Say in one sentence what came out; with an exit code other than 0 the run is not ok."""
+        """Set the verdict, one sentence; with an exit code other than 0 the run is not ok."""
         self._finished = (verdict, exit_code)
 
     def save(self) -> None:
-        """Write the record as it stands, as unfinished."""
-        with _explained(self._ctx.places.state):
+        """Write the record as `unfinished`."""
+        with _disk_errors(self._ctx.places.state):
             self._write(UNFINISHED, exit_code=1, ok=False, last=False)
 
     def _verdict(self) -> tuple[str, int]:
@@ -214,10 +194,11 @@ class Run:
         return "done", 0
 
     def _end_with(self, error: BaseException) -> None:
-        """Write the record of a run that an exception ended; never raises over that exception."""
+        """Write the record of a run that failed; never hides its exception with another."""
         if isinstance(error, BakehouseError):
             self._hide_in_error(error)
-            code, failure = error.exit_code, _failure(error)
+            code = error.exit_code
+            failure = Failure(id=error.id, what=error.what, where=error.where, hint=error.hint)
             self._checks += [c for c in error.checks if c not in self._checks]
         elif isinstance(error, KeyboardInterrupt):
             code, failure = 130, Failure(id="interrupted", what="interrupted")
@@ -232,7 +213,7 @@ class Run:
             error.add_note(f"the record could not be written: {second}")
 
     def _hide_in_error(self, error: BakehouseError) -> None:
-        """Take this run's secrets out of an error that is about to be printed."""
+        """Remove secrets from an error before it is printed."""
         hide = self._redactor.text
         error.args = (hide(error.what),)
         error.what = hide(error.what)
@@ -248,7 +229,7 @@ class Run:
         error: Failure | None = None,
         last: bool = True,
     ) -> None:
-        """Write the record; for good, and into the index, where this may be the last time."""
+        """Write the record; sync it and add it to the index if this may be the last time."""
         record = Record(
             id=self.id,
             task=self._task,
@@ -276,16 +257,16 @@ class Run:
             self._index(Entry.from_data(data))
 
     def _index(self, entry: Entry) -> None:
-        """Add a row; the folders are the truth, so a failure here is said and no more."""
+        """Add a row; a failure is only reported, since the index can be rebuilt."""
         try:
             Index(self._ctx.places).add(entry)
         except (OSError, sqlite3.Error) as error:
             self._ctx.progress.say(
-                f"the index of runs could not be written ({error}); the record itself is safe"
+                f"could not write the index of runs ({error}); the record itself is safe"
             )
 
     def _hide_in(self, log: Path) -> None:
-        """Write a log again without the secrets that it turned out to hold."""
+        """Rewrite a log without the secrets in it."""
         if not self._redactor.secrets or not log.exists():
             return
         cleared = log.with_suffix(".cleared")
@@ -299,22 +280,20 @@ class Run:
 
 
 def read_record(places: Places, id: str) -> Record:  # noqa: A002
-    """Read one run's record. Raises NotFound where there is none, or none that can be read."""
+    """Read one run's record. Raises NotFound if it is missing or unreadable."""
     path = places.runs / id / "record.json"
     if "/" in id or not path.exists():
-        raise NotFound(f"there is no run '{id}'", where=str(places.runs))
+        raise NotFound(f"run '{id}' not found", where=str(places.runs))
     try:
         return Record.model_validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
         first = str(error).splitlines()[0]
-        raise NotFound(
-            f"the record of run '{id}' cannot be read: {first}", where=str(path)
-        ) from error
+        raise NotFound(f"cannot read the record of run '{id}': {first}", where=str(path)) from error
 
 
 @contextmanager
-def _explained(state: Path) -> Iterator[None]:
-    """Turn an OSError into one that names the state folder and the mend."""
+def _disk_errors(state: Path) -> Iterator[None]:
+    """Turn an OSError into a HostError that names the state folder and a fix."""
     try:
         yield
     except OSError as error:
@@ -323,10 +302,9 @@ def _explained(state: Path) -> Iterator[None]:
             free = f" ({size_text(shutil.disk_usage(state).free)} free)"
         failed = os_error(
             error,
-            "the record of this run cannot be written",
+            "cannot write this run's record",
             state,
-            "free some space or fix the permissions there, or set BAKEHOUSE_HOME to a folder "
-            "that can be written",
+            "free some space, fix the permissions, or set BAKEHOUSE_HOME to a writable folder",
             "state-not-writable",
         )
         failed.where = f"{failed.where}{free}"
@@ -334,7 +312,7 @@ def _explained(state: Path) -> Iterator[None]:
 
 
 def _make_folder(runs: Path, task: str, recipe: str | None, now: datetime) -> tuple[str, Path]:
-    """Make `runs/<UTC time>-<task>-<recipe>-<4 hex>`; a name that is taken gets other digits."""
+    """Create `runs/<UTC time>-<task>-<recipe>-<4 hex>`; return its name and path."""
     runs.mkdir(parents=True, exist_ok=True)
     parts = [now.strftime("%Y%m%dT%H%M%SZ"), _slug(task), *([_slug(recipe)] if recipe else [])]
     while True:
@@ -352,7 +330,3 @@ def _slug(text: str) -> str:
 
 def _utc(moment: datetime) -> str:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _failure(error: BakehouseError) -> Failure:
-    return Failure(id=error.id, what=error.what, where=error.where, hint=error.hint)

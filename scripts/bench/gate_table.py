@@ -56,24 +56,24 @@ def document(rows: Sequence[Row]) -> str:
 HEAD = """\
 # What the gate catches
 
-Mutants of a real model (SmolLM2-135M-Instruct, Q4_1, on the CPU) and harmless ways to serve it,
-each served by the real llama-server and judged by the suites of the recipe `smollm2-cpu`: they
-decide what is refused. The suite `reference`, which that recipe does not name, is shown beside
-them. This file is written by
+Mutants of a real model (SmolLM2-135M-Instruct, Q4_1, on the CPU) and harmless ways to serve it.
+The real llama-server serves each of them, and the suites of the recipe `smollm2-cpu` decide what is
+refused. The suite `reference` is shown as well, although that recipe does not use it. This file is
+written by
 
     {command}
 
-from `docs/gate.json`, which holds what was measured and the suites' own sentences.
+from `docs/gate.json`, which holds the measurements and the messages of the suites.
 
-*Ruler* is the mean negative log-likelihood, in nats a token, of texts that the gate does not know:
-it says how bad a variant is, whatever the gate thinks of it. *Shift* and *spread* are what the
-suite `likelihood` measured against the golden values: the difference of the means, and the mean
-absolute difference of single tokens. Golden values are kept for these weights and each type of KV
-cache, taken with flash attention as the engine chooses it; another quantisation is another set of
-weights, of which only what needs no golden value is asked. The bounds are those for another build
-or other flags on the same backend; for golden values of the very same server (build, command and
-machine) they are tighter, which the last column tells where it matters. Seconds are
-those of one thread on a machine that had other work to do."""
+*Ruler* is the mean negative log-likelihood, in nats per token, of texts that the gate does not use:
+it shows how bad a variant is, independently of the gate. *Shift* and *spread* compare the suite
+`likelihood` with the golden values: the difference of the means, and the mean absolute difference
+of single tokens. There are golden values for these weights and each type of KV cache, taken with
+the engine's choice of flash attention. Another quantisation is another set of weights, so only
+suites without golden values apply to it. The bounds are those for another build or other flags on
+the same backend. For golden values of the same server (build, command and machine) they are
+tighter; the last column shows where that matters. Seconds are for one thread on a machine with
+other load."""
 
 
 def _summary(reference: Row, mutants: Sequence[Row], harmless: Sequence[Row]) -> str:
@@ -87,7 +87,7 @@ def _summary(reference: Row, mutants: Sequence[Row], harmless: Sequence[Row]) ->
     rows = [
         ("mutants refused", f"{caught} of {len(mutants)}"),
         ("… without golden values", f"{sum(r.detected_alone for r in mutants)} of {len(mutants)}"),
-        ("… with golden values of the very same server",
+        ("… with golden values of the same server",
          f"{sum(r.detected_same for r in mutants)} of {len(mutants)}"),
         ("harmless variants refused", f"{sum(r.detected for r in harmless)} of {len(harmless)}"),
         (f"mutants worse than the worst harmless variant ({bound / tokens:.3f}), refused",
@@ -95,8 +95,8 @@ def _summary(reference: Row, mutants: Sequence[Row], harmless: Sequence[Row]) ->
         (f"mutants worse than any with these weights ({bound_same / tokens:.3f}), refused",
          f"{sum(r.detected for r in worst_same)} of {len(worst_same)}"),
         ("the recipe's suites on the unchanged model", _cost(reference)),
-        ("the dearest harmless variant", _cost(max(harmless, key=lambda r: r.seconds))),
-        ("the dearest mutant", _cost(max(mutants, key=lambda r: r.seconds))),
+        ("the most expensive harmless variant", _cost(max(harmless, key=lambda r: r.seconds))),
+        ("the most expensive mutant", _cost(max(mutants, key=lambda r: r.seconds))),
     ]  # fmt: skip
     return "| | |\n| --- | --- |\n" + "\n".join(f"| {what} | {how} |" for what, how in rows)
 
@@ -108,7 +108,7 @@ def _suites(rows: Sequence[Row]) -> list[str]:
 def _by_suite(mutants: Sequence[Row], harmless: Sequence[Row]) -> str:
     lines = [
         "## By suite", "",
-        "| suite | mutants refused | without golden values | by it alone | harmless refused | s |",
+        "| suite | mutants refused | without golden values | only by it | harmless refused | s |",
         "| --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     for name in _suites(mutants):
@@ -131,8 +131,8 @@ def _missed(reference: Row, mutants: Sequence[Row]) -> str:
     if not missed:
         return "## Not detected\n\nNothing."
     return (
-        "## Not detected\n\nThese are wrong, were served, and passed. What they do to the model is "
-        "no more than what another\nrounding does, or does not touch what is asked.\n\n"
+        "## Not detected\n\nThese are wrong, were served, and passed. Their effect on the model is "
+        "not larger than that of another\nrounding, or does not affect the questions.\n\n"
         + _table(reference, missed)
     )
 

@@ -145,7 +145,7 @@ TOKENS = (
         edit=e.swap_rows("token_embd.weight", 260, 282)),
     Variant("token-texts", "texts of ' the' and ' and' exchanged",
         edit=e.swap_tokens("Ġthe", "Ġand")),
-    Variant("token-control", "the turn marks declared plain text; the engine mends that",
+    Variant("token-control", "the turn marks declared plain text; the engine fixes that",
         edit=e.token_type(1, 1, 2)),
     Variant("token-split", "text split as another model splits it",
         flags=_override("tokenizer.ggml.pre", "str", "llama-bpe")),

@@ -30,9 +30,8 @@ def seconds(argv: list[str], cwd: Path) -> float:
     return time.perf_counter() - started
 
 
-def main() -> None:
-    """Measure in alternation, so that whatever else the machine does falls on all alike."""
-    recipe = sys.argv[1] if len(sys.argv) > 1 else "smollm2-cpu"
+def measure(recipe: str) -> dict[str, list[float]]:
+    """Return the seconds of every run, by command; commands alternate, so that load hits all."""
     with tempfile.TemporaryDirectory() as folder:
         bare = Path(folder)
         (bare / "tasks.py").write_text(BARE)
@@ -47,6 +46,12 @@ def main() -> None:
         for _ in range(ROUNDS):
             for name, (argv, cwd) in runs.items():
                 samples[name].append(seconds(argv, cwd))
+    return samples
+
+
+def main() -> None:
+    """Print medians and the ratio."""
+    samples = measure(sys.argv[1] if len(sys.argv) > 1 else "smollm2-cpu")
     medians = {name: statistics.median(values) for name, values in samples.items()}
     for name, median in medians.items():
         spread = f"{min(samples[name]):.3f} to {max(samples[name]):.3f}"

@@ -182,7 +182,7 @@ def test_an_override_is_not_locked(ctx: Context, repo: Repo) -> None:
     path = write(ctx, source={"git": repo.url, "commit": "3" * 40})
     over = (f"source.commit={commit}",)
     with pytest.raises(LockError, match="override"):
-        lock.run(ctx, lock.Options(recipe="test", set=over))
+        lock.run(ctx, lock.Options(recipe="test", set_=over))
     assert not lock_path(path).exists()
 
 

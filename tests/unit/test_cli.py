@@ -1,4 +1,4 @@
-"""The edge: one JSON document whatever happens, three lines for people, the right exit code."""
+"""Running a task: one JSON document whatever happens, an error in three lines, the exit code."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def raises(error: BaseException) -> Body:
 
 def call(capfd: pytest.CaptureFixture[str], **options: Any) -> tuple[int, dict[str, Any], str]:
     code = main("try", options, json=True)
-    said = capfd.readouterr()
-    document = json.loads(said.out)
+    printed = capfd.readouterr()
+    document = json.loads(printed.out)
     assert set(document) == {"schema", "task", "ok", "exit", "result", "checks", "error"}
     assert (document["schema"], document["task"]) == (1, "try")
     assert (document["exit"], document["ok"]) == (code, code == 0)
-    return code, document, said.err
+    return code, document, printed.err
 
 
 def every_class() -> list[type[BakehouseError]]:
@@ -74,29 +74,29 @@ def every_class() -> list[type[BakehouseError]]:
     return [k for k in kinds if issubclass(k, BakehouseError) and k is not RecipeError]
 
 
-@pytest.mark.parametrize("kind", every_class())
-def test_every_class_of_error(
-    kind: type[BakehouseError], install: Install, capfd: pytest.CaptureFixture[str]
+def test_cli_prints_every_class_of_error(
+    install: Install, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    install(raises(kind("it broke", where="file:3", hint="mend it", checks=[CHECK])))
-    code, document, _ = call(capfd)
-    assert code == kind.exit_code
-    assert document["error"] == {
-        "id": kind.default_id, "what": "it broke", "where": "file:3", "hint": "mend it",
-    }  # fmt: skip
-    assert document["checks"] == [CHECK.to_data()]
-    assert main("try", {}) == kind.exit_code
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert said.err.splitlines() == [
-        "failed   offload  expected: 33/33; observed: 0/33; at: server.log:7",
-        "error: it broke",
-        "  at:   file:3",
-        "  hint: mend it",
-    ]
+    for kind in every_class():
+        install(raises(kind("it broke", where="file:3", hint="fix it", checks=[CHECK])))
+        code, document, _ = call(capfd)
+        assert code == kind.exit_code
+        assert document["error"] == {
+            "id": kind.default_id, "what": "it broke", "where": "file:3", "hint": "fix it",
+        }  # fmt: skip
+        assert document["checks"] == [CHECK.to_data()]
+        assert main("try", {}) == kind.exit_code
+        printed = capfd.readouterr()
+        assert printed.out == ""
+        assert printed.err.splitlines() == [
+            "failed   offload  expected: 33/33; observed: 0/33; at: server.log:7",
+            "error: it broke",
+            "  at:   file:3",
+            "  hint: fix it",
+        ]
 
 
-def test_a_recipe_error_carries_its_faults(
+def test_cli_recipe_error_has_its_faults(
     install: Install, capfd: pytest.CaptureFixture[str]
 ) -> None:
     faults = [Fault("a.yaml", 3, 5, "unknown key 'bild'", "build?"), Fault("a.yaml", 0, 0, "no")]
@@ -107,9 +107,8 @@ def test_a_recipe_error_carries_its_faults(
     assert "a.yaml:3:5: unknown key 'bild' (build?)" in document["error"]["where"]
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "id_"),
-    [
+def test_cli_explains_other_exceptions(install: Install, capfd: pytest.CaptureFixture[str]) -> None:
+    wanted: list[tuple[BaseException, int, str]] = [
         (KeyboardInterrupt("SIGTERM"), 130, "interrupted"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (ZeroDivisionError("by zero"), 1, "unexpected"),
@@ -122,20 +121,17 @@ def test_a_recipe_error_carries_its_faults(
         (OSError(errno.EMFILE, "Too many open files"), 9, "environment"),
         (FileNotFoundError(errno.ENOENT, "No such file", "/x/y"), 1, "unexpected"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, "unexpected"),
-    ],
-)
-def test_what_nobody_explained(
-    error: BaseException, code: int, id_: str, install: Install, capfd: pytest.CaptureFixture[str]
-) -> None:
-    install(raises(error))
-    given, document, err = call(capfd)
-    assert (given, document["error"]["id"]) == (code, id_)
-    assert "Traceback" not in err
-    main("try", {})
-    assert "Traceback" not in capfd.readouterr().err
+    ]
+    for error, code, id_ in wanted:
+        install(raises(error))
+        exit_code, document, err = call(capfd)
+        assert (exit_code, document["error"]["id"]) == (code, id_), error
+        assert "Traceback" not in err
+        main("try", {})
+        assert "Traceback" not in capfd.readouterr().err
 
 
-def test_an_unexpected_error_keeps_its_traceback_where_it_says(
+def test_cli_saves_the_traceback_of_a_bug(
     install: Install, capfd: pytest.CaptureFixture[str]
 ) -> None:
     install(raises(ValueError(f"token {SECRET}")))
@@ -155,17 +151,17 @@ def test_an_unexpected_error_keeps_its_traceback_where_it_says(
     assert Path(document["error"]["where"]).exists()
 
 
-def test_debug_prints_the_traceback_and_no_secret(
+def test_cli_debug_prints_the_traceback_without_secrets(
     install: Install, capfd: pytest.CaptureFixture[str]
 ) -> None:
     install(raises(UsageError(f"bad {SECRET}")))
     assert main("try", {}, debug=True) == 2
-    said = capfd.readouterr()
-    assert "Traceback" in said.err
-    assert SECRET not in said.err + said.out
+    printed = capfd.readouterr()
+    assert "Traceback" in printed.err
+    assert SECRET not in printed.err + printed.out
 
 
-def test_debug_logs_children_to_standard_error(
+def test_cli_debug_logs_children_to_standard_error(
     install: Install, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def body(ctx: Context, options: Any) -> Outcome:
@@ -174,16 +170,16 @@ def test_debug_logs_children_to_standard_error(
 
     install(body)
     assert main("try", {}, json=True, debug=True) == 0
-    said = capfd.readouterr()
-    json.loads(said.out)
-    logged = json.loads(said.err.splitlines()[0])
+    printed = capfd.readouterr()
+    json.loads(printed.out)
+    logged = json.loads(printed.err.splitlines()[0])
     assert (logged["event"], logged["argv"][0]) == ("process", "true")
-    assert SECRET not in said.err
+    assert SECRET not in printed.err
     assert main("try", {}, debug=False) == 0
     assert capfd.readouterr().err == ""
 
 
-def test_a_result_for_people_and_for_scripts(
+def test_cli_prints_a_result_as_text_and_as_json(
     install: Install, capfd: pytest.CaptureFixture[str]
 ) -> None:
     passed = check("stamp", "b1", "b1", "log:1", ok=True)
@@ -201,16 +197,16 @@ def test_a_result_for_people_and_for_scripts(
     assert SECRET not in json.dumps(document)
     assert "a library that prints" in err
     assert main("try", {}) == 0
-    said = capfd.readouterr()
-    assert said.err == "working\n"
-    assert said.out.splitlines() == [
+    printed = capfd.readouterr()
+    assert printed.err == "working\n"
+    assert printed.out.splitlines() == [
         "a library that prints",
         "passed   stamp  b1",
         "READY \\x1b[31mred\\x1b[0m [hidden]",
     ]
 
 
-def test_a_result_and_an_error_together(
+def test_cli_prints_a_result_and_an_error_together(
     install: Install, capfd: pytest.CaptureFixture[str]
 ) -> None:
     error = errors.NotCorrect("wrong", where="there")
@@ -218,14 +214,12 @@ def test_a_result_and_an_error_together(
     code, document, _ = call(capfd)
     assert (code, document["result"], document["error"]["id"]) == (8, {"n": 1}, "not-correct")
     assert main("try", {}) == 8
-    said = capfd.readouterr()
-    assert said.out.splitlines()[-1] == "seen"
-    assert said.err.splitlines()[0] == "error: wrong"
+    printed = capfd.readouterr()
+    assert printed.out.splitlines()[-1] == "seen"
+    assert printed.err.splitlines()[0] == "error: wrong"
 
 
-def test_lines_are_printed_as_they_come(
-    install: Install, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_cli_prints_lines_as_they_come(install: Install, capfd: pytest.CaptureFixture[str]) -> None:
     def lines() -> Iterator[str]:
         yield "one\x07"
         yield f"two {SECRET}"
@@ -236,7 +230,7 @@ def test_lines_are_printed_as_they_come(
     assert call(capfd)[1]["result"] == {"n": 2}
 
 
-def test_options_take_their_flags_names(
+def test_cli_options_by_the_names_of_flags(
     install: Install, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = {"word": None, "flag": True, "all_": True, "set_": ["a=1", "b=2"]}
@@ -247,22 +241,20 @@ def test_options_take_their_flags_names(
     assert "--bogus" in document["error"]["what"]
 
 
-def test_an_empty_value_is_never_taken_for_no_flag(
-    install: Install, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """`--word=$UNSET` would else do what nobody asked for."""
+def test_cli_refuses_an_empty_value(install: Install, capfd: pytest.CaptureFixture[str]) -> None:
+    """`--word=$UNSET` would otherwise be read as no flag."""
     install(lambda ctx, options: Outcome(dict(vars(options))))
     code, document, _ = call(capfd, word="")
     assert code == 2
     assert "--word" in document["error"]["what"]
 
 
-def test_a_task_that_does_not_exist(install: Install, capfd: pytest.CaptureFixture[str]) -> None:
+def test_cli_unknown_task(install: Install, capfd: pytest.CaptureFixture[str]) -> None:
     assert main("nonesuch", {}, json=True) == 1
     assert json.loads(capfd.readouterr().out)["error"]["id"] == "unexpected"
 
 
-def test_no_home_at_all(
+def test_cli_without_a_home_folder(
     install: Install, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("BAKEHOUSE_HOME", "HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
@@ -278,7 +270,7 @@ def test_no_home_at_all(
     assert "BAKEHOUSE_HOME" in document["error"]["hint"]
 
 
-def test_a_state_folder_that_cannot_be_written(
+def test_cli_state_folder_that_is_not_writable(
     install: Install,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -296,5 +288,5 @@ def test_a_state_folder_that_cannot_be_written(
     install(raises(ValueError("boom")))
     code, document, err = call(capfd)
     assert code == 1
-    assert "could not be kept" in document["error"]["where"]
+    assert "could not be saved" in document["error"]["where"]
     assert "Traceback" not in err

@@ -1,11 +1,9 @@
-"""Checks in aligned lines, progress for people and for files."""
+"""Checks as aligned lines; progress on a terminal and in files."""
 
 from __future__ import annotations
 
 import io
 from contextlib import suppress
-
-import pytest
 
 from bakehouse.checks import check
 from bakehouse.console import (
@@ -31,7 +29,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_what_passed_takes_one_line_and_what_did_not_is_told_whole() -> None:
+def test_checks_passed_take_one_line_and_others_are_printed_in_full() -> None:
     assert check_lines(CHECKS) == [
         "passed   alive             runs",
         "failed   offloaded-layers  expected: 33/33; observed: 0/33; at: server.log:7",
@@ -39,14 +37,14 @@ def test_what_passed_takes_one_line_and_what_did_not_is_told_whole() -> None:
     ]
 
 
-def test_a_long_observation_that_passed_is_cut_to_the_width() -> None:
+def test_checks_passed_are_cut_to_the_width() -> None:
     long = check("x", "anything", "/a/long/path" * 20, "there", ok=True)
     (line,) = check_lines([long], width=80)
     assert len(line) <= 80
     assert line.endswith("…")
 
 
-def test_long_and_hostile_checks_stay_in_their_column() -> None:
+def test_checks_wrap_in_their_column_and_escape_control_characters() -> None:
     long = check("x", "word " * 40, "a\x1b[2J\nb", "w" * 300, ok=False)
     lines = check_lines([long], width=80)
     assert lines[0].startswith("failed   x  expected: word")
@@ -55,7 +53,7 @@ def test_long_and_hostile_checks_stay_in_their_column() -> None:
     assert "\\x1b[2J\\nb" in "".join(lines)
 
 
-def test_colours_only_where_they_are_wanted() -> None:
+def test_checks_have_colour_only_on_a_terminal() -> None:
     assert check_lines(CHECKS, colour=True)[1].startswith("\x1b[1;31mfailed \x1b[0m")
     assert wants_colour(Terminal(), {})
     assert not wants_colour(Terminal(), {"NO_COLOR": "1"})
@@ -64,7 +62,7 @@ def test_colours_only_where_they_are_wanted() -> None:
     assert not wants_colour(None, {})
 
 
-def test_plain_progress_says_start_now_and_then_and_end() -> None:
+def test_progress_plain_prints_start_status_and_end() -> None:
     stream = io.StringIO()
     progress = PlainProgress(stream, Redactor(["top-secret"]), every=0)
     with progress.bar("fetch top-secret\x1b", "B") as bar:
@@ -76,7 +74,7 @@ def test_plain_progress_says_start_now_and_then_and_end() -> None:
     assert lines[2].endswith("done in 0.0 s")
 
 
-def test_plain_progress_is_seldom_and_says_when_it_was_stopped() -> None:
+def test_progress_plain_is_rare_and_reports_a_stop() -> None:
     stream = io.StringIO()
     with suppress(ZeroDivisionError), PlainProgress(stream).bar("work") as bar:
         for n in range(1000):
@@ -86,7 +84,7 @@ def test_plain_progress_is_seldom_and_says_when_it_was_stopped() -> None:
     assert "stopped after" in stream.getvalue()
 
 
-def test_nobody_listens() -> None:
+def test_progress_survives_a_closed_stream() -> None:
     closed = io.StringIO()
     closed.close()
     for stream in (None, closed):
@@ -96,7 +94,7 @@ def test_nobody_listens() -> None:
         progress.say("anything")
 
 
-def test_bars_on_a_terminal() -> None:
+def test_progress_bars_on_a_terminal() -> None:
     stream = Terminal()
     progress = make_progress(stream, {"TERM": "xterm"}, Redactor())
     assert isinstance(progress, RichProgress)
@@ -112,30 +110,21 @@ def test_bars_on_a_terminal() -> None:
     assert isinstance(make_progress(Terminal(), {"TERM": "dumb"}, Redactor()), PlainProgress)
 
 
-@pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [
-        (0, "B", "0 B"),
-        (100, "B", "100 B"),
-        (98_362_432, "B", "93.8 MiB"),
-        (5 * 2**40, "B", "5120.00 GiB"),
-        (3, "steps", "3 steps"),
-        (2.5, "", "2.5"),
-    ],
-)
-def test_amounts(value: float, unit: str, text: str) -> None:
-    assert quantity(value, unit) == text
+def test_console_formats_amounts_and_durations() -> None:
+    amounts = {
+        (0, "B"): "0 B",
+        (1023, "B"): "1023 B",
+        (98_362_432, "B"): "93.8 MiB",
+        (5 * 2**40, "B"): "5120.00 GiB",
+        (3, "steps"): "3 steps",
+        (2.5, ""): "2.5",
+    }
+    assert {given: quantity(*given) for given in amounts} == amounts
+    durations = {0.04: "0.0 s", 9.94: "9.9 s", 9.96: "10 s", 59.6: "1 min 0 s", 7800: "2 h 10 min"}
+    assert {given: duration(given) for given in durations} == durations
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.04, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (59.6, "1 min 0 s"), (7800, "2 h 10 min")],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-def test_a_path_is_never_cut_so_that_it_can_be_copied() -> None:
+def test_checks_never_cut_a_path() -> None:
     path = "/" + "/".join(["folder"] * 30) + "/CMakeCache.txt"
     bad = check("configure.used", "all of them", "one is not", path, ok=False)
     assert any(line.endswith(f"at: {path}") or line.strip() == path for line in check_lines([bad]))

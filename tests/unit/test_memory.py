@@ -275,7 +275,7 @@ def test_an_impossible_model_has_no_context() -> None:
 
 @pytest.mark.parametrize("name", ["gb11", "gpu:", "cpu:many", "unified:12 parsecs", ""])
 def test_a_machine_that_is_not_known(name: str) -> None:
-    with pytest.raises(UsageError, match="--host"):
+    with pytest.raises(UsageError, match="--machine"):
         named_machine(name)
 
 

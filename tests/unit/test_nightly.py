@@ -1,4 +1,4 @@
-"""The account of a night: order, failures that stay alone, the exit code of the worst."""
+"""Nightly runs: order of stages, failures that stay isolated, the worst exit code."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Callable
 from itertools import count
 
 import pytest
+from filelock import FileLock
 
-from bakehouse.errors import BuildFailed, HostError, NotCorrect
-from bakehouse.nightly import RecipeResult, run_recipe, table, worst
+from bakehouse.commands.nightly import Options, RecipeResult, run, run_stages, table, worst
+from bakehouse.context import Context
+from bakehouse.errors import BuildFailed, HostError, NotCorrect, UsageError
 
 
 def ticks() -> Callable[[], float]:
     return map(float, count()).__next__
 
 
-def night(*, failing: str | None = None, error: BaseException | None = None) -> RecipeResult:
+def nightly(*, failing: str | None = None, error: BaseException | None = None) -> RecipeResult:
     def stage(name: str) -> Callable[[str], str]:
         def run(recipe: str) -> str:
             if name == failing and error is not None:
@@ -24,47 +26,37 @@ def night(*, failing: str | None = None, error: BaseException | None = None) -> 
 
         return run
 
-    return run_recipe(
-        "tiny",
-        {n: stage(n) for n in ("lock", "build", "serve")},
-        {"stop": stage("stop")},
-        ticks(),
-    )
+    stages = {n: stage(n) for n in ("lock", "build", "serve")}
+    return run_stages("tiny", stages, {"stop": stage("stop")}, ticks())
 
 
-def test_all_stages_run_in_order_and_the_proof_is_what_is_told() -> None:
-    result = night()
+def test_nightly_runs_all_stages_in_order() -> None:
+    result = nightly()
     assert [s.stage for s in result.stages] == ["lock", "build", "serve", "stop"]
-    assert result.exit == 0
-    assert result.says == "serve of tiny"
+    assert (result.exit, result.summary) == (0, "serve of tiny")
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (BuildFailed("no compiler"), 6),
-        (NotCorrect("Paris is not in Italy"), 8),
-        (RuntimeError("a bug"), 1),
-        (OSError("no space"), 1),
-    ],
-)
-def test_a_failure_ends_its_recipe_alone_and_the_server_is_stopped(
-    error: BaseException, code: int
-) -> None:
-    result = night(failing="build", error=error)
-    assert [s.stage for s in result.stages] == ["lock", "build", "stop"]
-    assert result.exit == code
-    assert result.says.startswith("build: ")
-    assert str(error) in result.says
+def test_nightly_failure_ends_its_recipe_and_stops_the_server() -> None:
+    failures: dict[BaseException, int] = {
+        BuildFailed("no compiler"): 6,
+        NotCorrect("Paris is not in Italy"): 8,
+        RuntimeError("a bug"): 1,
+        OSError("no space"): 1,
+    }
+    for error, code in failures.items():
+        result = nightly(failing="build", error=error)
+        assert [s.stage for s in result.stages] == ["lock", "build", "stop"]
+        assert result.exit == code
+        assert result.summary.startswith("build: ")
+        assert str(error) in result.summary
 
 
-def test_a_stop_that_fails_is_not_lost_behind_good_news() -> None:
-    result = night(failing="stop", error=HostError("something still runs"))
-    assert result.exit == 9
-    assert result.says == "stop: something still runs"
+def test_nightly_reports_a_stop_that_fails() -> None:
+    result = nightly(failing="stop", error=HostError("something still runs"))
+    assert (result.exit, result.summary) == (9, "stop: something still runs")
 
 
-def test_an_interrupt_still_stops_the_server() -> None:
+def test_nightly_stops_the_server_when_interrupted() -> None:
     stopped: list[str] = []
 
     def stop(recipe: str) -> str:
@@ -75,30 +67,33 @@ def test_an_interrupt_still_stops_the_server() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_recipe(
-            "tiny",
-            {"serve": interrupted},
-            {"stop": stop},
-            ticks(),
-        )
+        run_stages("tiny", {"serve": interrupted}, {"stop": stop}, ticks())
     assert stopped == ["tiny"]
 
 
-@pytest.mark.parametrize(
-    ("exits", "expected"),
-    [([], 0), ([0, 0], 0), ([0, 9, 0], 9), ([9, 7], 7), ([7, 8, 1], 8), ([1, 2], 2), ([77], 77)],
-)
-def test_the_worst_news_gives_the_exit_code(exits: list[int], expected: int) -> None:
-    assert worst(exits) == expected
+def test_nightly_returns_the_worst_exit_code() -> None:
+    codes = [[], [0, 0], [0, 9, 0], [9, 7], [7, 8, 1], [1, 2], [77]]
+    assert [worst(exits) for exits in codes] == [0, 0, 9, 7, 8, 2, 77]
 
 
-def test_the_table_has_a_line_a_recipe_and_marks_what_failed() -> None:
-    text = table([night(), night(failing="build", error=BuildFailed("no compiler"))])
-    lines = text.splitlines()
-    assert lines[0].split() == [
-        "recipe", "exit", "lock", "build", "serve", "stop", "what", "came", "of", "it",
-    ]  # fmt: skip
-    assert lines[1].split()[:2] == ["tiny", "0"]
-    assert "1.0!" in lines[2]
-    assert "-" in lines[2].split()
-    assert lines[2].endswith("build: no compiler")
+def test_nightly_refuses_no_recipe_and_a_second_run(context: Context) -> None:
+    with pytest.raises(UsageError, match="no recipe given"):
+        run(context, Options())
+    context.places.state.mkdir(parents=True)
+    with (
+        FileLock(context.places.state / ".nightly.lock"),
+        pytest.raises(HostError, match="another nightly run is in progress"),
+    ):
+        run(context, Options(("smollm2-cpu",)))
+    missing = run(context, Options(("nonesuch",)))
+    assert missing.exit == 3
+    assert missing.text.splitlines()[1].startswith("nonesuch  3     0.0!")
+
+
+def test_nightly_table_has_a_line_for_each_recipe() -> None:
+    text = table([nightly(), nightly(failing="build", error=BuildFailed("no compiler"))])
+    assert text.splitlines() == [
+        "recipe  exit  lock  build  serve  stop  result",
+        "tiny    0     1.0   1.0    1.0    1.0   serve of tiny",
+        "tiny    6     1.0   1.0!   -      1.0   build: no compiler",
+    ]

@@ -1,10 +1,9 @@
-"""A run's record is whole on every way out, holds no secret, and the index follows the folders."""
+"""Records are whole however a run ends and hold no secrets; the index follows the folders."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ def read(run: Run) -> dict[str, Any]:
     return data
 
 
-def test_a_run_that_ends_well(context: Context) -> None:
+def test_record_of_a_good_run(context: Context) -> None:
     with Run.start(context, "serve", "smollm2-cpu") as run:
         run.check(PASSED)
         run.fact("url", "http://127.0.0.1:1")
@@ -52,7 +51,7 @@ def test_a_run_that_ends_well(context: Context) -> None:
     assert read_record(context.places, run.id).versions == {"engine": "b1"}
 
 
-def test_a_run_says_unfinished_until_it_ends(context: Context) -> None:
+def test_record_is_unfinished_until_the_run_ends(context: Context) -> None:
     with Run.start(context, "build", "x") as run:
         assert read(run)["verdict"] == "unfinished"
         with run.step("compile", ["ninja"]):
@@ -63,39 +62,36 @@ def test_a_run_says_unfinished_until_it_ends(context: Context) -> None:
         assert found.verdict == "unfinished"
 
 
-def test_a_run_whose_checks_did_not_all_pass_is_not_ok(context: Context) -> None:
+def test_record_is_not_ok_if_a_check_failed(context: Context) -> None:
     with Run.start(context, "probe", None) as run:
         run.check(PASSED, FAILED)
     assert read(run)["ok"] is False
     assert read(run)["exit"] == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "exit_code", "id_"),
-    [
-        (NotHealthy("it died", where="log:3", hint="look", checks=[FAILED]), 7, "not-healthy"),
+def test_record_holds_the_error_that_ended_the_run(context: Context) -> None:
+    unhealthy = NotHealthy("it died", where="log:3", hint="look", checks=[FAILED])
+    ends: list[tuple[BaseException, int, str]] = [
+        (unhealthy, 7, "not-healthy"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (ZeroDivisionError("oops"), 1, "unexpected"),
         (SystemExit(3), 1, "unexpected"),
-    ],
-)
-def test_the_error_that_ends_a_run_is_inside(
-    context: Context, error: BaseException, exit_code: int, id_: str
-) -> None:
-    with pytest.raises(type(error)) as caught, Run.start(context, "serve", "x") as run:
-        with run.step("load"):
-            pass
-        raise error
-    data = read(run)
-    assert (data["ok"], data["exit"], data["error"]["id"]) == (False, exit_code, id_)
-    assert record_of(caught.value) == str(run.folder)
-    assert (run.folder / "traceback.txt").exists() == (id_ == "unexpected")
-    if id_ == "not-healthy":
-        assert data["checks"] == [FAILED.to_data()]
-        assert data["error"]["hint"] == "look"
+    ]
+    for error, exit_code, id_ in ends:
+        with pytest.raises(type(error)) as caught, Run.start(context, "serve", "x") as run:
+            with run.step("load"):
+                pass
+            raise error
+        data = read(run)
+        assert (data["ok"], data["exit"], data["error"]["id"]) == (False, exit_code, id_)
+        assert record_of(caught.value) == str(run.folder)
+        assert (run.folder / "traceback.txt").exists() == (id_ == "unexpected")
+        if error is unhealthy:
+            assert data["checks"] == [FAILED.to_data()]
+            assert data["error"]["hint"] == "look"
 
 
-def test_no_secret_reaches_any_file(context: Context) -> None:
+def test_record_and_logs_hide_secrets(context: Context) -> None:
     secrets = {"HF_TOKEN": "hf-very-secret", "MINE": "s3cret", "FILEKEY": "from/a file+key"}
     context = replace(context, environment={**context.environment, **secrets})
     with (
@@ -114,14 +110,14 @@ def test_no_secret_reaches_any_file(context: Context) -> None:
         assert value.encode() not in everything
 
 
-def test_what_json_cannot_hold_is_recorded_all_the_same(context: Context) -> None:
+def test_record_holds_values_that_json_cannot(context: Context) -> None:
     with Run.start(context, "probe", "x") as run:
         run.fact("odd", {"nan": float("nan"), "surrogate": "\ud800", "path": Path("/x"), 1: {2}})
     odd = read(run)["facts"]["odd"]
     assert odd == {"nan": "nan", "surrogate": "?", "path": "/x", "1": [2]}
 
 
-def test_a_state_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_record_names_a_state_folder_that_is_not_writable(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     context = Context(places=Places(tmp_path / "cache", blocked / "state"), recipes=tmp_path)
@@ -131,7 +127,7 @@ def test_a_state_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert "BAKEHOUSE_HOME" in str(caught.value.hint)
 
 
-def test_reading_a_run_that_is_not_there(context: Context) -> None:
+def test_record_of_an_unknown_run_is_not_found(context: Context) -> None:
     with pytest.raises(NotFound):
         read_record(context.places, "nothing")
     with pytest.raises(NotFound):
@@ -182,19 +178,17 @@ def swapped(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("harm", [remove, damage, cut, older, stripped, swapped])
-def test_the_index_is_made_again_from_the_folders(
-    context: Context, harm: Callable[[Path], None]
-) -> None:
+def test_index_is_rebuilt_from_the_folders(context: Context) -> None:
     ids = {make(context, "one"), make(context, "two")}
-    harm(context.places.index)
-    assert {e.id for e in Index(context.places).list()} == ids
-    harm(context.places.index)
-    ids.add(make(context, "three"))
-    assert {e.id for e in Index(context.places).list()} == ids
+    for harm in (remove, damage, cut, older, stripped, swapped):
+        harm(context.places.index)
+        assert {e.id for e in Index(context.places).list()} == ids, harm.__name__
+        harm(context.places.index)
+        ids.add(make(context, "three"))
+        assert {e.id for e in Index(context.places).list()} == ids, harm.__name__
 
 
-def test_the_index_forgets_folders_that_are_gone_and_skips_those_it_cannot_read(
+def test_index_drops_deleted_runs_and_skips_unreadable_ones(
     context: Context,
 ) -> None:
     gone, kept = make(context, "gone"), make(context, "kept")
@@ -207,7 +201,7 @@ def test_the_index_forgets_folders_that_are_gone_and_skips_those_it_cannot_read(
     assert [e.recipe for e in Index(context.places).list(recipe="gone")] == []
 
 
-def test_list_is_newest_first_and_bounded(context: Context) -> None:
+def test_index_lists_newest_first_up_to_a_limit(context: Context) -> None:
     made = [make(context, "same") for _ in range(3)]
     assert {e.id for e in Index(context.places).list(ok=True)} == set(made)
     assert len(Index(context.places).list(limit=2)) == 2
