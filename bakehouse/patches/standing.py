@@ -40,11 +40,12 @@ def unsound(ctx: Context, lock: Lock, recipe: str) -> tuple[Standing, ...]:
     """
     found = []
     for pin in lock.patches:
+        manifest = None
         with suppress(BakehouseError):
             folder = patches_folder(ctx.recipes)
             manifest = find_manifest(folder, pin.repo, pin.id) if pin.repo else None
-            if manifest and (one := _standing(manifest, pin, recipe)):
-                found.append(one)
+        if manifest and (one := _standing(manifest, pin, recipe)):
+            found.append(one)
     return tuple(found)
 
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bakehouse.patches import kinds as module
-from bakehouse.patches.contrast import contrast
-from bakehouse.patches.kinds import Kinds, kind_of, kinds_of, read_kinds
+from bakehouse.patches.kinds import Kinds, contrast, kind_of, kinds_of, read_kinds
 from bakehouse.redact import clean
 from bakehouse.signatures.text import without_colours
 
