@@ -204,187 +204,239 @@ class Conclusion:
     speed: Speed | None
 
 
-@dataclass
-class _Findings:
-    """Collects checks, what speaks against the patch, and its visible effects."""
-
-    checks: list[Check] = field(default_factory=list)
-    against: list[tuple[Weight, str]] = field(default_factory=list)
-    effects: list[str] = field(default_factory=list)
-
-    def add(self, one: Check, weight: Weight, says: str = "") -> None:
-        """Add a check; `says` is the reason if it did not pass."""
-        self.checks.append(one)
-        if one.verdict is Verdict.FAILED:
-            self.against.append((weight, says or f"{one.expected}: {one.observed}"))
-        elif one.verdict is Verdict.UNKNOWN:
-            self.against.append(("experimental", says or f"unknown: {one.expected}"))
-
-    def weighed(self, weight: Weight) -> list[str]:
-        return [says for kind, says in self.against if kind == weight]
-
-
 def conclude_verdict(
     without: Side, patched: Side, expect: Expect, *, speculates: bool = False
 ) -> Conclusion:
     """Compare two servers and return the verdict. `speculates`: the recipe asks for drafts."""
-    findings = _Findings()
-    both = without.requests + patched.requests
-    share = patched.requests / both if without.requests and patched.requests else 0.5
-    changes = contrast(without.kinds, patched.kinds, share=share)
-    speed = speed_of(without, patched)
-    if not patched.asked and not without.asked:
-        says = (f"with: {patched.problem}", f"without: {without.problem}")
-        return Conclusion(None, says, (_runs(without, patched),), changes, speed)
-    findings.add(
-        _runs(without, patched),
-        "harmful",
-        f"the server does not work with the patch: {patched.problem}",
+    return _Comparison(without, patched, expect).conclude(speculates=speculates)
+
+
+@dataclass
+class _Comparison:
+    """Collects checks, what speaks against the patch, and its visible effects."""
+
+    without: Side
+    patched: Side
+    expect: Expect
+    checks: list[Check] = field(default_factory=list)
+    against: dict[Weight, list[str]] = field(
+        default_factory=lambda: {"harmful": [], "experimental": [], "unmet": []}
     )
-    if patched.asked:
-        _compared(findings, without)
-        _suites(findings, without, patched, expect)
-        _answers(findings, without, patched, expect)
-        _acceptance(findings, without, patched, expect, speculates=speculates)
-        _speed(findings, without, speed, expect)
-        _log(findings, without, patched, changes)
-        _patterns(findings, without, patched, expect)
-    word = _word(findings)
-    return Conclusion(word, _reasons(findings, word), tuple(findings.checks), changes, speed)
+    effects: list[str] = field(default_factory=list)
 
+    def add(self, one: Check, weight: Weight = "experimental", says: str = "") -> None:
+        """Add a check; `says` is the reason if it did not pass."""
+        self.checks.append(one)
+        if one.verdict is Verdict.FAILED:
+            self.against[weight].append(says or f"{one.expected}: {one.observed}")
+        elif one.verdict is Verdict.UNKNOWN:
+            self.against["experimental"].append(says or f"unknown: {one.expected}")
 
-def _word(findings: _Findings) -> Word:
-    if findings.weighed("harmful"):
-        return "harmful"
-    if findings.weighed("experimental"):
-        return "experimental"
-    if findings.weighed("unmet"):
-        return "experimental" if findings.effects else "no effect"
-    return "clean" if findings.effects else "no effect"
+    def conclude(self, *, speculates: bool) -> Conclusion:
+        """Compare everything."""
+        without, patched = self.without, self.patched
+        both = without.requests + patched.requests
+        share = patched.requests / both if without.requests and patched.requests else 0.5
+        changes = contrast(without.kinds, patched.kinds, share=share)
+        speed = speed_of(without, patched)
+        self._runs()
+        if not patched.asked and not without.asked:
+            says = (f"with: {patched.problem}", f"without: {without.problem}")
+            return Conclusion(None, says, tuple(self.checks), changes, speed)
+        if patched.asked:
+            self._base()
+            self._suites()
+            self._answers()
+            self._acceptance(speculates=speculates)
+            self._speed(speed)
+            self._log(changes)
+            for number, one in enumerate(self.expect.must_appear, start=1):
+                self._pattern(f"patch.expect.appears.{number}", one, must=True)
+            for number, one in enumerate(self.expect.must_not_appear, start=1):
+                self._pattern(f"patch.expect.absent.{number}", one, must=False)
+        reasons = [says for weight in self.against.values() for says in weight]
+        word: Word = "clean" if self.effects else "no effect"
+        if self.against["harmful"]:
+            word = "harmful"
+        elif self.against["experimental"] or (self.against["unmet"] and self.effects):
+            word = "experimental"
+        elif self.against["unmet"]:
+            word = "no effect"
+        if not reasons:
+            nothing = "nothing that was measured differs from the unpatched server"
+            reasons = self.effects or [nothing]
+        return Conclusion(word, tuple(reasons), tuple(self.checks), changes, speed)
 
+    def _runs(self) -> None:
+        patched, without = self.patched, self.without
+        seen = patched.problem or "it served, and stopped when asked to"
+        if patched.problem and not without.asked:
+            seen = f"{seen}; the unpatched server could not be measured either: {without.problem}"
+        ok = False if patched.problem else True if patched.asked else None
+        expected = "the patched server starts, answers and keeps running"
+        says = f"the server does not work with the patch: {patched.problem}"
+        self.add(check("patch.serves", expected, seen, patched.log, ok=ok), "harmful", says)
 
-def _reasons(findings: _Findings, word: Word) -> tuple[str, ...]:
-    against = [
-        *findings.weighed("harmful"),
-        *findings.weighed("experimental"),
-        *findings.weighed("unmet"),
-    ]
-    if against:
-        return tuple(against)
-    if word == "clean":
-        return tuple(findings.effects)
-    return ("nothing that was measured differs from the unpatched server",)
-
-
-def _runs(without: Side, patched: Side) -> Check:
-    seen = patched.problem or "it served, and stopped when asked to"
-    if patched.problem and not without.asked:
-        seen = f"{seen}; the unpatched server could not be measured either: {without.problem}"
-    return check(
-        "patch.serves", "the patched server starts, answers and keeps running", seen, patched.log,
-        ok=False if patched.problem else True if patched.asked else None,
-    )  # fmt: skip
-
-
-def _compared(findings: _Findings, without: Side) -> None:
-    """Without a complete unpatched server to compare with, nothing is clean."""
-    expected = "an unpatched server to compare with"
-    if without.asked and without.problem is None:
-        seen = "it served the same"
-        findings.add(check("patch.base", expected, seen, without.log, ok=True), "experimental")
-        return
-    what = "only in part" if without.asked else "not"
-    says = (
-        f"the unpatched server could {what} be measured ({without.problem}); the patched one is "
-        "judged by its own suites, its log and its manifest's expectations"
-    )
-    findings.add(
-        check("patch.base", expected, without.problem, without.log, ok=None), "experimental", says
-    )
-
-
-def _suites(findings: _Findings, without: Side, patched: Side, expect: Expect) -> None:
-    names = dict.fromkeys(
-        (*expect.suites, *(s.suite for s in patched.suites), *(s.suite for s in without.suites))
-    )
-    for name in names:
-        before, now = without.good(name), patched.good(name)
-        seen, old = patched.suite(name), without.suite(name)
-        result = f"{seen.verdict}: {seen.summary}" if seen else None
-        was = f"{old.verdict} without" if old else "not run without"
-        one = check(
-            f"patch.suite.{name}",
-            f"passes ({was})",
-            result,
-            f"suite {name}, with the patch",
-            ok=now,
+    def _base(self) -> None:
+        """Without a complete unpatched server to compare with, nothing is clean."""
+        without = self.without
+        complete = without.asked and without.problem is None
+        seen = "it served the same" if complete else without.problem
+        what = "only in part" if without.asked else "not"
+        says = (
+            f"the unpatched server could {what} be measured ({without.problem}); the patched one "
+            "is judged by its own suites, its log and its manifest's expectations"
         )
-        if now is False and before is False:
-            weight: Weight = "unmet" if name in expect.suites else "experimental"
-            findings.add(one, weight, f"suite {name} passes neither with the patch nor without")
-            continue
-        findings.add(one, "harmful", f"suite {name} passes without the patch only: {result}")
-        if now and before is False:
-            findings.effects.append(f"suite {name} passes with the patch only")
+        ok = True if complete else None
+        expected = "an unpatched server to compare with"
+        self.add(check("patch.base", expected, seen, without.log, ok=ok), says=says)
 
+    def _suites(self) -> None:
+        wanted, both = self.expect.suites, (*self.patched.suites, *self.without.suites)
+        for name in dict.fromkeys((*wanted, *(s.suite for s in both))):
+            before, now = self.without.good(name), self.patched.good(name)
+            seen, old = self.patched.suite(name), self.without.suite(name)
+            result = f"{seen.verdict}: {seen.summary}" if seen else None
+            expected = f"passes ({f'{old.verdict} without' if old else 'not run without'})"
+            where = f"suite {name}, with the patch"
+            one = check(f"patch.suite.{name}", expected, result, where, ok=now)
+            if now is False and before is False:
+                weight: Weight = "unmet" if name in wanted else "experimental"
+                self.add(one, weight, f"suite {name} passes neither with the patch nor without")
+            else:
+                says = f"suite {name} passes without the patch only: {result}"
+                self.add(one, "harmful", says)
+            if now and before is False:
+                self.effects.append(f"suite {name} passes with the patch only")
 
-def _answers(findings: _Findings, without: Side, patched: Side, expect: Expect) -> None:
-    improved = any(patched.good(s.suite) and without.good(s.suite) is False
-                   for s in patched.suites)  # fmt: skip
-    for item in patched.items:
-        now, before = patched.answers(item), without.answers(item)
-        one, weight, says = _item(item, now, before, expect, improved=improved)
-        findings.add(one, weight, says)
-        if not any(s.problem for s in now) and any(s.problem for s in before):
-            findings.effects.append(f"{item} is answered with the patch only")
-        elif expect.answers_may_differ and one.passed and not _common(now, before):
-            findings.effects.append(f"{item} has another answer")
-    if not patched.items:
-        unknown = check("patch.answers", "the same answers", None, patched.log, ok=None)
-        findings.add(unknown, "experimental", "there are no answers to compare")
-
-
-def _item(
-    item: str,
-    now: Sequence[GeneratedAnswer],
-    before: Sequence[GeneratedAnswer],
-    expect: Expect,
-    *,
-    improved: bool,
-) -> tuple[Check, Weight, str]:
-    """Compare the answers to one item over all rounds."""
-    id_, where = f"patch.answers.{item}", "greedy decoding, the same request to both"
-    expected = f"{item}: word for word the unpatched server's answer"
-    bad = next((s.problem for s in now if s.problem), None)
-    old = next((s.problem for s in before if s.problem), None)
-    if bad:
-        says = f"{item} fails with the patch: {bad}"
-        failed = check(id_, expected, bad, where, ok=None if old else False)
-        return failed, "harmful", says
-    if old:
-        seen = f"answered; without the patch: {old}"
-        instead = "; judged by the suites that only it passes instead" if improved else ""
-        one = check(id_, expected, seen + instead, where, ok=True if improved else None)
-        return (
-            one,
-            "experimental",
-            f"{item} is answered with the patch only, and no suite judges it",
+    def _answers(self) -> None:
+        """Compare the answers to each item over all rounds."""
+        improved = any(
+            self.patched.good(s.suite) and self.without.good(s.suite) is False
+            for s in self.patched.suites
         )
-    if not before:
-        return check(id_, expected, None, where, ok=None), "experimental", ""
-    if _common(now, before):
-        return check(id_, expected, "the same", where, ok=True), "experimental", ""
-    if len({s.text for s in now}) > 1 or len({s.text for s in before}) > 1:
-        seen = "answers of one server differ between rounds"
-        unknown = check(id_, expected, seen, where, ok=None)
-        return unknown, "experimental", f"{item}: {seen}, so the servers cannot be compared"
-    seen = parting(before[0].text, now[0].text)
-    ok = expect.answers_may_differ
-    return check(id_, expected, seen, where, ok=ok), "experimental", f"{item}: {seen}"
+        for item in self.patched.items:
+            now, before = self.patched.answers(item), self.without.answers(item)
+            bad = next((s.problem for s in now if s.problem), None)
+            old = next((s.problem for s in before if s.problem), None)
+            texts, old_texts = {s.text for s in now}, {s.text for s in before}
+            same = bool(texts & old_texts)
+            weight: Weight = "experimental"
+            seen: str | None
+            ok: bool | None
+            says = ""
+            if bad:
+                seen, ok, weight = bad, None if old else False, "harmful"
+                says = f"{item} fails with the patch: {bad}"
+            elif old:
+                seen, ok = f"answered; without the patch: {old}", True if improved else None
+                seen += "; judged by the suites that only it passes instead" if improved else ""
+                says = f"{item} is answered with the patch only, and no suite judges it"
+                self.effects.append(f"{item} is answered with the patch only")
+            elif not before:
+                seen, ok = None, None
+            elif same:
+                seen, ok = "the same", True
+            elif len(texts) > 1 or len(old_texts) > 1:
+                seen, ok = "answers of one server differ between rounds", None
+                says = f"{item}: {seen}, so the servers cannot be compared"
+            else:
+                seen, ok = parting(before[0].text, now[0].text), self.expect.answers_may_differ
+                says = f"{item}: {seen}"
+                self.effects += [f"{item} has another answer"] if ok else []
+            expected = f"{item}: word for word the unpatched server's answer"
+            where = "greedy decoding, the same request to both"
+            self.add(check(f"patch.answers.{item}", expected, seen, where, ok=ok), weight, says)
+        if not self.patched.items:
+            unknown = check("patch.answers", "the same answers", None, self.patched.log, ok=None)
+            self.add(unknown, says="there are no answers to compare")
 
+    def _acceptance(self, *, speculates: bool) -> None:
+        both, wanted = answered(self.without, self.patched), self.expect.acceptance
+        old, new = self.without.drafts(both), self.patched.drafts(both)
+        if not (speculates or wanted or (old and old[0]) or (new and new[0])):
+            return
+        where = "drafts of the benchmark, as the engine counts them"
+        expected, seen = f"drafts accepted as without: {_share(old) or 'unknown'}", _share(new)
+        says = f"acceptance is lost: {seen}, {_share(old)} without"
+        one = check("patch.acceptance", expected, seen, where, ok=_acceptance_kept(old, new))
+        self.add(one, "harmful", says)
+        if not wanted:
+            return
+        whole = self.patched.drafts(answered(self.patched))
+        share = whole[1] / whole[0] if whole and whole[0] else None
+        low, high = wanted.least or 0, 1 if wanted.most is None else wanted.most
+        ok = None if share is None else low <= share <= high
+        expected = f"{low:.0%} to {high:.0%} of the drafts accepted"
+        one = check("patch.expect.acceptance", expected, _share(whole), where, ok=ok)
+        self.add(one, "harmful" if share is not None and share < low else "experimental")
 
-def _common(now: Sequence[GeneratedAnswer], before: Sequence[GeneratedAnswer]) -> bool:
-    return bool({s.text for s in now} & {s.text for s in before})
+    def _speed(self, speed: Speed | None) -> None:
+        seen, gain = str(speed) if speed else None, self.expect.speed
+        where = f"benchmark, {len(self.without.rounds)} rounds"
+        bound = f"at least x{_bound(self.expect):g} of the unpatched server's decode speed"
+        ok = None if speed is None else not slower(speed, self.expect)
+        says = f"slower: {speed}" if speed else "the decode speed is unknown"
+        self.add(check("patch.speed", bound, seen, where, ok=ok), "harmful", says)
+        if gain and gain > 1:
+            ok = None if speed is None else speed.apart and speed.ratio >= gain
+            expected = f"at least x{gain:g} of it, and beyond noise"
+            self.add(check("patch.expect.speed", expected, seen, where, ok=ok), "unmet")
+            self.effects += [f"faster, as expected: {speed}"] if ok else []
+        elif faster(speed):
+            self.effects.append(f"faster: {speed}")
+
+    def _log(self, changes: Sequence[Change]) -> None:
+        log, lines = self.patched.log, self.patched.lines
+        enough = True if lines and not (self.patched.beyond or self.without.beyond) else None
+        for how, why, expected in (
+            ("new", "new", "no new kind of error in the log"),
+            ("raised", "more often", "no kind of error significantly more often"),
+        ):
+            found = [c for c in changes if c.level == "error" and c.how == how]
+            listed = "; ".join(str(c) for c in found[:SHOWN])
+            seen, where, ok = "none", log, enough
+            says = "the log has too many kinds of lines, or none, to be compared"
+            if found:
+                seen = f"{len(found)} kind{'s' * (len(found) != 1)} of error: {listed}"
+                where, ok = f"{log}:{found[0].line_number}: {found[0].line}", False
+                says = f"errors in the log, {why}: {listed}"
+            self.add(check(f"patch.log.{how}", expected, seen, where, ok=ok), says=says)
+        known = {g.id for g in self.without.graves}
+        fresh = [g for g in self.patched.graves if g.id not in known]
+        bad = [g for g in fresh if g.severity in ("fatal", "silent")]
+        first = next(iter(bad or fresh), None)
+        seen = f"{first.severity}: {first.id}, {first.count:,} times" if first else "none"
+        where = f"{log}:{first.line_number}: {first.line}" if first else log
+        ok, expected = first is None if lines else None, "no new known fault in the log"
+        says = f"a known fault in the log, for which serve stops a server: {seen}"
+        one = check("patch.log.signatures", expected, seen, where, ok=ok)
+        self.add(one, "harmful" if bad else "experimental", says)
+        harmless = [c for c in changes if not (c.level == "error" and c.worse)]
+        self.effects += [f"log, {c.how}: {c}" for c in harmless]
+
+    def _pattern(self, id_: str, wanted: LogPattern, *, must: bool) -> None:
+        """Check the number of log lines like a pattern that the manifest expects."""
+        now = self.patched.matches.get(wanted.pattern)
+        before = self.without.matches.get(wanted.pattern)
+        low, high = wanted.least, wanted.most
+        if low is None and high is None:
+            low, high = (1, None) if must else (None, 0)
+
+        def within(count: int) -> bool:
+            return (low is None or count >= low) and (high is None or count <= high)
+
+        old = "unknown" if before is None else f"{before:,}"
+        expected = f"lines like /{wanted.pattern}/: {_bounds(low, high)}"
+        ok = None if now is None else within(now)
+        seen = None if now is None else f"{now:,} ({old} without)"
+        # If it was as bad without the patch, an effect is missing; the patch did not cause it.
+        missing = ok is False and before is not None and not within(before)
+        more = now is not None and before is not None and now > before and not must
+        weight: Weight = "unmet" if missing and not more else "experimental"
+        self.add(check(id_, expected, seen, self.patched.log, ok=ok), weight)
+        if ok and before is not None and not within(before):
+            self.effects.append(f"as expected, {expected}; {old} without")
 
 
 def parting(before: str, now: str) -> str:
@@ -397,35 +449,6 @@ def parting(before: str, now: str) -> str:
     )
 
 
-def _acceptance(
-    findings: _Findings, without: Side, patched: Side, expect: Expect, *, speculates: bool
-) -> None:
-    both, all_ = answered(without, patched), answered(patched)
-    old, new = without.drafts(both), patched.drafts(both)
-    wanted = expect.acceptance
-    if not (speculates or wanted or (old and old[0]) or (new and new[0])):
-        return
-    where = "drafts of the benchmark, as the engine counts them"
-    seen = _share(new)
-    findings.add(
-        check("patch.acceptance", f"drafts accepted as without: {_share(old) or 'unknown'}",
-              seen, where, ok=_kept(old, new)),
-        "harmful", f"acceptance is lost: {seen}, {_share(old)} without",
-    )  # fmt: skip
-    if wanted:
-        whole = patched.drafts(all_)
-        share = whole[1] / whole[0] if whole and whole[0] else None
-        low, high = wanted.least, wanted.most
-        fits = None if share is None else (low is None or share >= low) and (
-            high is None or share <= high
-        )  # fmt: skip
-        bounds = f"{low or 0:.0%} to {1 if high is None else high:.0%} of the drafts accepted"
-        weight: Weight = "harmful" if share is not None and share < (low or 0) else "experimental"
-        findings.add(
-            check("patch.expect.acceptance", bounds, _share(whole), where, ok=fits), weight
-        )
-
-
 def _share(drafts: tuple[int, int] | None) -> str | None:
     if drafts is None:
         return None
@@ -433,7 +456,7 @@ def _share(drafts: tuple[int, int] | None) -> str | None:
     return f"{kept} of {made} ({kept / made:.1%})" if made else "no drafts"
 
 
-def _kept(old: tuple[int, int] | None, new: tuple[int, int] | None) -> bool | None:
+def _acceptance_kept(old: tuple[int, int] | None, new: tuple[int, int] | None) -> bool | None:
     """Whether acceptance did not drop; None if either is unknown, or nothing is drafted."""
     if old is None or new is None or not old[0]:
         return None
@@ -457,96 +480,6 @@ def faster(speed: Speed | None) -> bool:
 
 def _bound(expect: Expect) -> float:
     return expect.speed if expect.speed and expect.speed <= 1 else SLOWEST
-
-
-def _speed(findings: _Findings, without: Side, speed: Speed | None, expect: Expect) -> None:
-    seen = str(speed) if speed else None
-    where = f"benchmark, {len(without.rounds)} rounds"
-    one = check(
-        "patch.speed", f"at least x{_bound(expect):g} of the unpatched server's decode speed", seen,
-        where, ok=None if speed is None else not slower(speed, expect),
-    )  # fmt: skip
-    findings.add(one, "harmful", f"slower: {speed}" if speed else "the decode speed is unknown")
-    if expect.speed and expect.speed > 1:
-        gain = None if speed is None else speed.apart and speed.ratio >= expect.speed
-        expected = f"at least x{expect.speed:g} of it, and beyond noise"
-        findings.add(check("patch.expect.speed", expected, seen, where, ok=gain), "unmet")
-        if gain:
-            findings.effects.append(f"faster, as expected: {speed}")
-    elif faster(speed):
-        findings.effects.append(f"faster: {speed}")
-
-
-def _log(findings: _Findings, without: Side, patched: Side, changes: Sequence[Change]) -> None:
-    errors = [c for c in changes if c.level == "error"]
-    enough: bool | None = True if patched.lines and not (patched.beyond or without.beyond) else None
-    for how, words in (("new", "no new kind of error in the log"),
-                       ("raised", "no kind of error significantly more often")):  # fmt: skip
-        found = [c for c in errors if c.how == how]
-        says = f"{len(found)} kind{'s' * (len(found) != 1)} of error" if found else "none"
-        listed = "; ".join(str(c) for c in found[:SHOWN])
-        where = f"{patched.log}:{found[0].line_number}: {found[0].line}" if found else patched.log
-        one = check(
-            f"patch.log.{how}", words, f"{says}: {listed}" if found else says, where,
-            ok=False if found else enough,
-        )  # fmt: skip
-        why = "new" if how == "new" else "more often"
-        unknown = "the log has too many kinds of lines, or none, to be compared"
-        findings.add(one, "experimental",
-                   f"errors in the log, {why}: {listed}" if found else unknown)  # fmt: skip
-    _signatures(findings, without, patched)
-    findings.effects += [
-        f"log, {c.how}: {c}" for c in changes if not (c.level == "error" and c.worse)
-    ]
-
-
-def _signatures(findings: _Findings, without: Side, patched: Side) -> None:
-    """New known faults: a fatal or silent one is harmful, a lost feature experimental."""
-    known = {g.id for g in without.graves}
-    fresh = [g for g in patched.graves if g.id not in known]
-    bad = [g for g in fresh if g.severity in ("fatal", "silent")]
-    first = next(iter(bad or fresh), None)
-    seen = f"{first.severity}: {first.id}, {first.count:,} times" if first else "none"
-    where = f"{patched.log}:{first.line_number}: {first.line}" if first else patched.log
-    findings.add(
-        check("patch.log.signatures", "no new known fault in the log", seen, where,
-              ok=first is None if patched.lines else None),
-        "harmful" if bad else "experimental",
-        f"a known fault in the log, for which serve stops a server: {seen}",
-    )  # fmt: skip
-
-
-def _patterns(findings: _Findings, without: Side, patched: Side, expect: Expect) -> None:
-    """Check the log patterns that the manifest expects."""
-    for number, one in enumerate(expect.must_appear, start=1):
-        _pattern(findings, f"patch.expect.appears.{number}", one, without, patched, must=True)
-    for number, one in enumerate(expect.must_not_appear, start=1):
-        _pattern(findings, f"patch.expect.absent.{number}", one, without, patched, must=False)
-
-
-def _pattern(
-    findings: _Findings, id_: str, wanted: LogPattern, without: Side, patched: Side, *, must: bool
-) -> None:
-    now, before = patched.matches.get(wanted.pattern), without.matches.get(wanted.pattern)
-    low, high = wanted.least, wanted.most
-    if low is None and high is None:
-        low, high = (1, None) if must else (None, 0)
-    old = "unknown" if before is None else f"{before:,}"
-    expected = f"lines like /{wanted.pattern}/: {_bounds(low, high)}"
-    fits = None if now is None else _within(now, low, high)
-    one = check(
-        id_, expected, None if now is None else f"{now:,} ({old} without)", patched.log, ok=fits
-    )
-    # If it was as bad without the patch, an effect is missing; the patch did not cause it.
-    helps = fits is False and before is not None and not _within(before, low, high)
-    more = now is not None and before is not None and now > before and not must
-    findings.add(one, "unmet" if helps and not more else "experimental")
-    if fits and before is not None and not _within(before, low, high):
-        findings.effects.append(f"as expected, {expected}; {old} without")
-
-
-def _within(count: int, low: int | None, high: int | None) -> bool:
-    return (low is None or count >= low) and (high is None or count <= high)
 
 
 def _bounds(low: int | None, high: int | None) -> str:

@@ -77,7 +77,7 @@ def _check_address(url: str, named: str, hint: str) -> None:
     """Accept https URLs, and http ones of this machine. Raises UsageError."""
     fault = web_fault(url)
     if fault is None and urlsplit(url).scheme == "http" and not is_loopback(url):
-        fault, hint = "http can be tampered with", "use https"
+        fault, hint = "http can be changed in transit", "use https"
     if fault:
         shown = clean(without_credentials(url), one_line=True)
         raise UsageError(f"{named} '{shown}' is refused: {fault}", hint=hint, id="patch-url")

@@ -67,7 +67,7 @@ def test_context_that_differs_at_its_edge(on_llama: Try) -> None:
     fit = on_llama(QUEUE.replace(b"// this will run the main", b"// this runs the main"))
     assert fit.word == "applies with fuzz"
     assert fit.notes == (
-        "tools/server/server-queue.cpp:309: of its context 2 lines before and 2 after fit",
+        "tools/server/server-queue.cpp:309: only 2 context lines before and 2 after fit",
     )
     assert fit.tree == on_llama(QUEUE).tree
 

@@ -162,9 +162,9 @@ def test_a_watch_serves_again_with_the_same_patches(home: Path, invoke: Invoke) 
     assert len(runs) == 2
     assert facts["left_out_of_this_run"] == ["7"]
     code, said, err = invoke("watch", recipe="tiny", every="1s", count="1")
-    assert f"the server that runs was served without patch {REPO}#7" in err
+    assert f"the running server was started without patch {REPO}#7" in err
     code, said, err = invoke("watch", recipe="tiny", every="1s", count="1", no_patch=["7"])
-    assert "the server that runs was served" not in err
+    assert "the running server was started" not in err
     code, said, _ = invoke("watch", url="http://127.0.0.1:1", patch=["7"])
     assert code == 2
     code, said, _ = invoke("watch", recipe="tiny", every="1s", patch=["nope"])

@@ -91,7 +91,7 @@ def test_another_change_than_the_one_that_was_measured_is_no_first_pin(
     repo.point("refs/heads/main", repo.commit({FILE: BEFORE}, ref=None))
     with pytest.raises(LockError, match="moved") as caught:
         patch.run(ctx, patch.Options(pr=str(NUMBER)))
-    assert "known of it: 1 file, +16 -6; it is now: 1 file, +40 -6" in str(caught.value.where)
+    assert "expected 1 file, +16 -6; it is now 1 file, +40 -6" in str(caught.value.where)
     patch.run(ctx, patch.Options(pr=str(NUMBER), update=True))
 
 
