@@ -148,14 +148,13 @@ def judge_case(ctx: Context, case: Case) -> Judgement:
         servers = [_Server(ctx, case, workload, n, record.id[-4:]) for n in ("without", "with")]
         for server in servers:
             server.prepare()
-        sides = [server.measure() for server in servers]
-        judged = conclude_verdict(*sides, case.expect, speculates=case.speculates)
+        without, patched = (server.measure() for server in servers)
+        judged = conclude_verdict(without, patched, case.expect, speculates=case.speculates)
         if slower(judged.speed, case.expect) or faster(judged.speed):
             ctx.progress.say(f"speed {judged.speed}: running both again to be sure")
-            more = [server.measure_speed() for server in reversed(servers)]
-            sides = [with_more_rounds(*pair) for pair in zip(sides, reversed(more), strict=True)]
-            judged = conclude_verdict(*sides, case.expect, speculates=case.speculates)
-        without, patched = sides
+            patched = with_more_rounds(patched, servers[1].measure_speed())
+            without = with_more_rounds(without, servers[0].measure_speed())
+            judged = conclude_verdict(without, patched, case.expect, speculates=case.speculates)
         found = {**evidence_of(judged, without, patched), "run": record.id}
         if overrides:
             found["set"] = list(overrides)
@@ -163,7 +162,7 @@ def judge_case(ctx: Context, case: Case) -> Judgement:
         record.fact("verdict", {"word": judged.word, "reasons": judged.reasons, **found})
         record.fact("changes", [c.to_data() for c in judged.changes])
         # The kinds of lines are in the changes and the log; here their number is enough.
-        record.fact("sides", [{**s.to_data(), "kinds": len(s.kinds)} for s in sides])
+        record.fact("sides", [{**s.to_data(), "kinds": len(s.kinds)} for s in (without, patched)])
         word = judged.word or "not judged"
         code = {"harmful": PatchError.exit_code, "not judged": NotHealthy.exit_code}.get(word, 0)
         record.finish(f"{word}: {judged.reasons[0]}", exit_code=code)

@@ -80,7 +80,8 @@ def asked(flags: Flags) -> Asked:
 
 def parse_allow(text: str) -> Fit:
     """Read how loosely a patch may fit. Raises UsageError."""
-    for choice in get_args(Fit):
+    choices: tuple[Fit, ...] = get_args(Fit)
+    for choice in choices:
         if text in (choice, ""):
             return choice
     raise UsageError(f"--allow takes offset or fuzz, not '{clean(text, one_line=True)}'")

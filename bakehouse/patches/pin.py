@@ -55,7 +55,8 @@ class PatchRef:
 
     def resolved(self, host: str) -> PatchRef:
         """Turn the URL of a pull request or a commit on the host into a reference to that."""
-        for kind, pattern in (("pr", _PULL), ("commit", _COMMIT)):
+        kinds: tuple[tuple[Kind, re.Pattern[str]], ...] = (("pr", _PULL), ("commit", _COMMIT))
+        for kind, pattern in kinds:
             if self.kind == "url" and (found := pattern.fullmatch(self.what)) and found[1] == host:
                 return PatchRef(kind, found[3], found[2])
         return self
