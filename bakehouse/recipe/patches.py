@@ -15,7 +15,7 @@ UPSTREAM = {"llama.cpp": "ggml-org/llama.cpp", "vllm": "vllm-project/vllm"}
 
 
 class Patch(Frozen):
-    """A patch: a `file`, or one pinned in `patches/`, by its `pr` number or `id`."""
+    """A patch: a `file`, or one that is pinned in `patches/`, by its `pr` number or `id`."""
 
     file: Filled | None = None
     """A diff, relative to the recipe."""
@@ -31,7 +31,7 @@ class Patch(Frozen):
     """Ids of rules that the patch makes obsolete; only an experimental recipe may rely on it. The
     manifest of a pinned patch has to say so too."""
     allow: Literal["exact", "offset", "fuzz"] = "exact"
-    """How loosely it may fit: at its line numbers, elsewhere in the file, with less context."""
+    """How loosely it may fit: where its hunks say, elsewhere in the file, with less context."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
