@@ -152,13 +152,10 @@ def test_judge_measures_a_slower_server_twice(judged: Judge, places: Places) -> 
     assert nothing_left(places)
 
 
-def test_judge_faster_server_is_clean(judged: Judge) -> None:
+def test_judge_faster_server_is_clean_and_other_answers_experimental(judged: Judge) -> None:
     found = judged(patched=["rate=30"])
     assert found.judged.word == "clean"
     assert found.judged.reasons[0].startswith("faster: x1.50")
-
-
-def test_judge_other_answers_are_experimental(judged: Judge) -> None:
     found = judged(patched=["says= So I think."])
     assert found.judged.word == "experimental"
     assert "' So I think.', without the patch ''" in found.judged.reasons[0]
@@ -271,10 +268,10 @@ def test_judge_writes_the_verdict_into_the_manifest(
     assert nothing_left(places)
 
 
-@pytest.mark.parametrize("options", [{}, {"recipe": "tiny", "dry_run": True}])
-def test_judge_refuses_flags(home: Path, options: dict[str, object]) -> None:
-    flags = {"file": str(home / "fix.patch"), "judge": True, **options}
-    assert cli.main("patch", flags, json=True, recipes=home) == 2
+def test_judge_refuses_flags(home: Path) -> None:
+    for options in ({}, {"recipe": "tiny", "dry_run": True}):
+        flags = {"file": str(home / "fix.patch"), "judge": True, **options}
+        assert cli.main("patch", flags, json=True, recipes=home) == 2
 
 
 def test_judge_ignores_log_lines_of_the_stop(judged: Judge) -> None:

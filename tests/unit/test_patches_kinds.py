@@ -98,6 +98,7 @@ def test_log_kind_ignores_names_of_one_run() -> None:
     assert kinds_of([old], ["b0a2feb64", "/h/a1"]) != kinds_of([new], [])
     one = kinds_of([old], ["b0a2feb64", "/h/a1"])[0].text
     assert one == kinds_of([new], ["b0a2feb64-pc4568e0", "/h/b2"])[0].text
+    assert kind_of(b"E all of it failed", ("",)) == kind_of(b"E all of it failed")
 
 
 def test_log_kinds_are_ordered_by_level_and_count() -> None:
@@ -207,7 +208,3 @@ def test_log_kind_ignores_request_ids() -> None:
     found = kinds_of(lines, ("", "chatbot"))
     assert [(k.level, k.count) for k in found] == [("error", 200), ("other", 200)]
     assert found[0].text == "head <n> of request <id> gave up"
-
-
-def test_log_kind_ignores_an_empty_own_name() -> None:
-    assert kind_of(b"E all of it failed", ("",)) == kind_of(b"E all of it failed")
