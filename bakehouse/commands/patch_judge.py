@@ -29,6 +29,7 @@ from bakehouse.outcome import Outcome
 from bakehouse.patches import for_run
 from bakehouse.patches.judge import (
     Conclusion,
+    LogReport,
     Side,
     conclude_verdict,
     evidence_of,
@@ -38,7 +39,6 @@ from bakehouse.patches.judge import (
 )
 from bakehouse.patches.manifest import Expect, Fit, PatchVerdict
 from bakehouse.patches.measure import (
-    LogReport,
     Measure,
     Workload,
     read_log,

@@ -48,7 +48,19 @@ class SevereFinding(Frozen):
     line: str
 
 
-class Side(Frozen):
+class LogReport(Frozen):
+    """What a server's log contains."""
+
+    lines: int = 0
+    kinds: tuple[Kind, ...] = ()
+    beyond: int = 0
+    """Lines of kinds after the first MOST_KINDS."""
+    graves: tuple[SevereFinding, ...] = ()
+    matches: dict[str, int] = {}
+    """Number of log lines by expected pattern."""
+
+
+class Side(LogReport):
     """What was measured of one of the two servers."""
 
     name: str
@@ -66,13 +78,6 @@ class Side(Frozen):
     """Draft tokens made and accepted in all rounds, by the engine's counters."""
     log: str = "server.log"
     """Path of its log."""
-    lines: int = 0
-    kinds: tuple[Kind, ...] = ()
-    beyond: int = 0
-    """Lines of kinds after the first MOST_KINDS."""
-    graves: tuple[SevereFinding, ...] = ()
-    matches: dict[str, int] = {}
-    """Number of log lines by expected pattern."""
     requests: int = 0
 
     def suite(self, name: str) -> SuiteRecord | None:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from bakehouse.checks import check
 from bakehouse.context import Context
 from bakehouse.engines.counters import Counters, read_counters
-from bakehouse.patches.judge import GeneratedAnswer, SevereFinding, Side
-from bakehouse.patches.kinds import Kind, Kinds
+from bakehouse.patches.judge import GeneratedAnswer, LogReport, SevereFinding, Side
+from bakehouse.patches.kinds import Kinds
 from bakehouse.patches.manifest import Expect
 from bakehouse.probe import images
 from bakehouse.probe.prove import conclude, prove
@@ -209,17 +209,6 @@ def _drafts(before: Counters | None, after: Counters | None) -> tuple[int, int] 
     return int(since.draft_tokens or 0), int(since.accepted or 0)
 
 
-@dataclass
-class LogReport:
-    """What a log contains."""
-
-    kinds: tuple[Kind, ...] = ()
-    lines: int = 0
-    beyond: int = 0
-    graves: tuple[SevereFinding, ...] = ()
-    matches: dict[str, int] = field(default_factory=dict)
-
-
 def read_log(
     path: Path, engine: str, patterns: Sequence[str], own: Sequence[str], asked: frozenset[str]
 ) -> LogReport:
@@ -242,8 +231,10 @@ def read_log(
         for f in scanner.finish()
         if f.bad and f.id not in asked
     )  # fmt: skip
-    found = kinds.finish()
-    return LogReport(found, kinds.lines, kinds.beyond, graves, matches.finish())
+    return LogReport(
+        kinds=kinds.finish(), lines=kinds.lines, beyond=kinds.beyond, graves=graves,
+        matches=matches.finish(),
+    )  # fmt: skip
 
 
 class _Matches:
@@ -276,15 +267,14 @@ class _Matches:
 
 
 def side_of(
-    name: str, build: str, measured: Measure, log: Path, read: LogReport, problem: str | None
+    name: str, build: str, measured: Measure, log: Path, report: LogReport, problem: str | None
 ) -> Side:
     """Combine what was measured of one server."""
     return Side(
         name=name, build=build, problem=problem, asked=measured.asked,
         suites=tuple(s.record() for s in measured.proof.suites) if measured.proof else (),
-        rounds=measured.rounds, counted=measured.counted, log=str(log), lines=read.lines,
-        kinds=read.kinds, beyond=read.beyond, graves=read.graves, matches=read.matches,
-        requests=measured.requests,
+        rounds=measured.rounds, counted=measured.counted, log=str(log),
+        requests=measured.requests, **dict(report),
     )  # fmt: skip
 
 

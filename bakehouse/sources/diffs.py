@@ -105,11 +105,6 @@ class FilePart:
         return b"\n".join((*self.header, *hunk.body)) + b"\n"
 
 
-def check_patch(data: bytes, name: str) -> tuple[Hunk, ...]:
-    """Validate a diff and return its hunks. Raises PatchError with the line at fault."""
-    return tuple(hunk for part in read_diff(data, name) for hunk in part.hunks)
-
-
 def read_diff(data: bytes, name: str) -> tuple[FilePart, ...]:
     """Parse a diff into one part for each file; text around the diffs (of a mail) is skipped.
 

@@ -17,7 +17,7 @@ from bakehouse.ports.git import Git
 from bakehouse.recipe.faults import shown
 from bakehouse.recipe.patches import UPSTREAM, Patch
 from bakehouse.redact import clean
-from bakehouse.sources.diffs import LARGE_HINT, MAX_BYTES, check_patch
+from bakehouse.sources.diffs import LARGE_HINT, MAX_BYTES, read_diff
 from bakehouse.sources.files import write_atomic
 from bakehouse.sources.fitting import Fit, try_patch
 from bakehouse.sources.manifests import (
@@ -53,7 +53,7 @@ def _pin_file(ctx: Context, folder: Path, patch: Patch) -> PatchPin:
     sha256 = hashlib.sha256(data).hexdigest()
     if patch.sha256 and patch.sha256 != sha256:
         raise _other_sha256("the patch", patch.sha256, f"{sha256} found", str(path))
-    check_patch(data, str(path))
+    read_diff(data, str(path))
     keep(ctx.places, sha256, data)
     pin = FilePin(path=name, size=len(data), sha256=sha256)
     return PatchPin(id=Path(name).stem, file=pin, allow=patch.allow)
@@ -232,13 +232,11 @@ def _fetch_again(ctx: Context, pin: PatchPin) -> bytes:
     from bakehouse.sources import upstream  # only a first build after a clone needs the network
 
     source, repo = str(pin.source), str(pin.repo)
-    tail = source.rstrip("/").split("/")
-    if tail[-2:-1] == ["pull"] and tail[-1] == pin.id:
-        page = upstream.pull_address(ctx.environment, repo, int(pin.id))
-        return upstream.get(ctx, f"{page}.diff{upstream.FULL_INDEX}")
-    if tail[-2:-1] == ["commit"]:
-        page = upstream.commit_address(ctx.environment, repo, tail[-1])
-        return upstream.get(ctx, f"{page}.diff{upstream.FULL_INDEX}")
+    *_, kind, name = ("", *source.rstrip("/").split("/"))
+    if kind == "pull" and name == pin.id:
+        return upstream.get_diff(ctx, upstream.pull_address(ctx.environment, repo, int(pin.id)))
+    if kind == "commit":
+        return upstream.get_diff(ctx, upstream.commit_address(ctx.environment, repo, name))
     if "://" in source:
         return upstream.fetch_address(ctx, source).data
     raise LockError(
@@ -255,10 +253,9 @@ def _fetch_old_head(ctx: Context, pin: PatchPin) -> bytes | None:
     manifest = find_manifest(patches_folder(ctx.recipes), str(pin.repo), pin.id)
     if manifest is None or None in (manifest.pr, manifest.base, manifest.head):
         return None
-    page = f"{upstream.host_of(ctx.environment)}/{manifest.repo}/compare"
-    url = f"{page}/{manifest.base}...{manifest.head}.diff{upstream.FULL_INDEX}"
+    host = f"{upstream.host_of(ctx.environment)}/{manifest.repo}"
     try:
-        data = upstream.get(ctx, url)
+        data = upstream.get_diff(ctx, f"{host}/compare/{manifest.base}...{manifest.head}")
     except PatchError:
         return None
     return data if hashlib.sha256(data).hexdigest() == pin.file.sha256 else None

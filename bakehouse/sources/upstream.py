@@ -107,7 +107,7 @@ def fetch_pull(
     notes: list[str] = []
     for _ in range(3):
         head = _head(ctx, git, url, number, notes)
-        data = get(ctx, f"{page}.diff{FULL_INDEX}")
+        data = get_diff(ctx, page)
         parts = read_diff(data, f"{page}.diff")
         mails = _mails(ctx, f"{page}.patch", notes)
         if head is None or _head(ctx, git, url, number, notes) == head:
@@ -130,7 +130,7 @@ def fetch_commit(ctx: Context, git: Git, repo: str, commit: str) -> Fetched:
     """Fetch the diff of one commit. Raises PatchError."""
     page = commit_address(ctx.environment, repo, commit)
     notes: list[str] = []
-    data = get(ctx, f"{page}.diff{FULL_INDEX}")
+    data = get_diff(ctx, page)
     parts = read_diff(data, f"{page}.diff")
     mails = _mails(ctx, f"{page}.patch", notes)
     commits = _commits(mails)
@@ -148,6 +148,11 @@ def fetch_address(ctx: Context, url: str) -> Fetched:
     _check_address(url, "--url", hint)
     data = get(ctx, url)
     return Fetched(data, read_diff(data, without_credentials(url)), title_of(data))
+
+
+def get_diff(ctx: Context, page: str) -> bytes:
+    """Fetch the diff of a GitHub page. Raises as `get` does."""
+    return get(ctx, f"{page}.diff{FULL_INDEX}")
 
 
 def get(ctx: Context, url: str) -> bytes:

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bakehouse.context import Context
+from bakehouse.patches.judge import LogReport
 from bakehouse.patches.kinds import Kind, contrast, tail
 from bakehouse.patches.measure import (
     Item,
-    LogReport,
     Measure,
     Workload,
     generate,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bakehouse.errors import PatchError
-from bakehouse.sources.diffs import MAX_BYTES, MAX_NAME, MAX_PATH, check_patch, counts, read_diff
+from bakehouse.sources.diffs import MAX_BYTES, MAX_NAME, MAX_PATH, counts, read_diff
 
 GOOD = b"""From 0123 Mon Sep 17 00:00:00 2001
 Subject: [PATCH] x
@@ -34,17 +34,18 @@ index 1111111..2222222 100644
 
 
 def test_diff_hunks_know_file_and_place() -> None:
-    hunks = check_patch(GOOD, "p")
+    (part,) = read_diff(GOOD, "p")
+    hunks = part.hunks
     assert [(h.file, h.begins, h.line) for h in hunks] == [("src/a.c", 1, 11), ("src/a.c", 10, 16)]
 
 
 def test_diff_accepts_unusual_text() -> None:
     look_alike = b"--- a/x.sql\n+++ b/x.sql\n@@ -1,2 +1,1 @@\n--- ../../etc/passwd\n keep\n"
-    assert [h.file for h in check_patch(look_alike, "p")] == ["x.sql"]
+    assert [part.path for part in read_diff(look_alike, "p")] == ["x.sql"]
     crlf = b"--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n-a\r\n+b\r\n c\r\n"
-    assert len(check_patch(crlf, "p")) == 1
+    assert len(read_diff(crlf, "p")) == 1
     message = b"Subject: x\n\n--- before\n@@ -1,3 +1,3 @@\n\n"
-    assert check_patch(message + GOOD, "p") != ()
+    assert read_diff(message + GOOD, "p") != ()
 
 
 REFUSED = [
@@ -92,7 +93,7 @@ def test_diff_refusals_name_reason_and_line() -> None:
     got = []
     for data, _, _ in REFUSED:
         with pytest.raises(PatchError) as caught:
-            check_patch(data, "p")
+            read_diff(data, "p")
         assert caught.value.exit_code == 5
         assert caught.value.hint
         got.append((caught.value.what, caught.value.where))
@@ -187,6 +188,6 @@ def test_diff_lists_changed_files() -> None:
 def test_diff_any_bytes_give_parts_or_a_patch_error(data: bytes) -> None:
     for whole in (data, b"--- a/x\n+++ b/x\n@@ -1,3 +1,3 @@\n" + data, b'--- "' + data + b'"\n'):
         try:
-            check_patch(whole, "p")
+            read_diff(whole, "p")
         except PatchError:
             continue
