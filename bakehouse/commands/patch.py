@@ -140,7 +140,7 @@ def _source(
 ) -> GitPin | ArchivePin | str:
     """The recipe's source at its pinned commit, on this machine; or why it is not there.
 
-    `here` remembers for each source tree whether it is on this machine; None fetches it.
+    `here` remembers for each source whether it is on this machine; None fetches it.
     """
     git, wanted = Git(ctx.processes, ctx.environment), loaded.recipe.tree
     if wanted is None:
@@ -157,9 +157,10 @@ def _source(
             else gitpin.pin_git(ctx, git, wanted)
         )  # fmt: skip
     if pin:
-        if pin.tree not in here:
-            here[pin.tree] = source_is_here(ctx, git, pin)
-        return pin if here[pin.tree] else "its source is not on this machine"
+        key = str(pin)
+        if key not in here:
+            here[key] = source_is_here(ctx, git, pin)
+        return pin if here[key] else "its source is not on this machine"
     if wanted.git and wanted.commit and FULL_COMMIT.fullmatch(wanted.commit):
         mirror = mirror_folder(ctx.places, wanted.git)
         if commit_is_ready(git, mirror, wanted.commit):
@@ -171,7 +172,7 @@ def _source(
 _HOW = {
     "new": "pinned",
     "same": "pinned before, unchanged",
-    "moved": "changed, pinned again",
+    "moved": "pinned again, changed",
     "offline": "pinned before, not compared with the host",
 }
 
@@ -189,14 +190,14 @@ def _pin_lines(made: Pinned, *, dry: bool) -> list[str]:
         f"{manifest.name}  {how}",
         *([f"title     {manifest.title}"] if manifest.title else []),
         f"source    {manifest.source}",
-        f"head      {manifest.head or 'not known'}",
-        f"base      {manifest.base or 'not known'}",
+        f"head      {manifest.head or 'unknown'}",
+        f"base      {manifest.base or 'unknown'}",
         f"diff      {counts(parts)}, {len(made.data):,} bytes",
         f"sha256    {manifest.sha256}",
         *(", ".join((f"file      {f.path} +{f.added} -{f.removed}", *beside.get(f.path, ())))
           for f in manifest.files),
         *([f"upstream  {manifest.upstream}"] if manifest.upstream else []),
-        *(["standing  experimental"] if manifest.experimental else []),
+        *(["status    experimental"] if manifest.experimental else []),
         *(f"verdict   {v.word}: {v.recipe} at {v.base[:12]}, {v.date}" for v in manifest.verdicts
           if v.sha256 == manifest.sha256),
         *(f"moved     {change}" for change in made.changes),

@@ -191,7 +191,7 @@ def _changes(old: Manifest, new: Manifest) -> Iterator[str]:
     if old.source != new.source:
         yield f"source {old.source} -> {new.source}"
     if old.head != new.head:
-        yield f"head {old.head or 'not known'} -> {new.head or 'not known'}"
+        yield f"head {old.head or 'unknown'} -> {new.head or 'unknown'}"
     before, after = ({f.path: f"+{f.added} -{f.removed}" for f in m.files} for m in (old, new))
     for path in dict.fromkeys((*before, *after)):
         if before.get(path) != after.get(path):

@@ -63,9 +63,7 @@ def repo(host: PullHost) -> Repo:
     return made
 
 
-def push(
-    repo: Repo, text: str, *, base: str, message: str = "Mend line 20", number: int = 7
-) -> str:
+def push(repo: Repo, text: str, *, base: str, message: str = "Fix line 20", number: int = 7) -> str:
     """Push a pull request of two commits."""
     first = repo.commit({"a.txt": text, "b.txt": B}, ref=None, parents=(base,), message=message)
     files = {"a.txt": text, "b.txt": B.replace("beta", "BETA")}
@@ -108,7 +106,7 @@ def test_patch_pins_a_pull_request(ctx: Context, repo: Repo, host: PullHost) -> 
     done = run(ctx)
     found = manifest(ctx)
     base = git(repo.folder, "rev-parse", "main^")
-    assert (found.pr, found.repo, found.title) == (7, REPO, "Mend line 20")
+    assert (found.pr, found.repo, found.title) == (7, REPO, "Fix line 20")
     assert found.head == git(repo.folder, "rev-parse", "refs/pull/7/head")
     assert found.base == base
     assert found.source == f"{host.url}/{REPO}/pull/7"
@@ -120,7 +118,7 @@ def test_patch_pins_a_pull_request(ctx: Context, repo: Repo, host: PullHost) -> 
     assert len(data) == found.size
     assert not list((ctx.recipes.parent / "patches").rglob("*.diff")), "the diff is in the cache"
     assert done.result["how"] == "new"
-    assert "Mend line 20" in done.text
+    assert "Fix line 20" in done.text
     assert json.loads(json.dumps(done.result))["manifest"]["id"] == "7"
     assert all("full_index=1" in p for p in host.asked if ".diff" in p)
 
@@ -160,7 +158,7 @@ def test_patch_force_push_needs_update(ctx: Context, repo: Repo) -> None:
 def test_patch_rebase_without_changes_is_the_same(ctx: Context, repo: Repo) -> None:
     run(ctx)
     before = manifest(ctx)
-    push(repo, FIXED, base=str(before.base), message="Mend line 20, reworded")
+    push(repo, FIXED, base=str(before.base), message="Fix line 20, reworded")
     done = run(ctx)
     assert done.result["how"] == "same"
     assert manifest(ctx) == before
@@ -312,10 +310,10 @@ def test_patch_base_from_an_older_host(ctx: Context, repo: Repo) -> None:
 
 def test_patch_title_is_escaped(ctx: Context, repo: Repo) -> None:
     base = git(repo.folder, "rev-parse", "main^")
-    push(repo, FIXED, base=base, message="M\u00e9nd \x1b[31mred\x1b[0m " + "long " * 60)
+    push(repo, FIXED, base=base, message="F\u00efx \x1b[31mred\x1b[0m " + "long " * 60)
     run(ctx)
     title = manifest(ctx).title
-    assert title.startswith("M\u00e9nd \\x1b[31mred")
+    assert title.startswith("F\u00efx \\x1b[31mred")
     assert len(title) <= 200
 
 
@@ -365,7 +363,7 @@ def test_patch_pins_a_url_and_a_file(
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "local.patch").write_bytes(host.text(f"/{REPO}/pull/7.patch") or b"")
     done = run(ctx, pr="", file=str(tmp_path / "local.patch"))
-    assert manifest(ctx, "local").title == "Mend line 20"
+    assert manifest(ctx, "local").title == "Fix line 20"
     assert "only in this machine's cache" in done.text
     wrongs = {"none.patch": NotFound, "": PatchError, "pipe": PatchError, "a\0b": PatchError}
     for wrong, kind in wrongs.items():

@@ -24,7 +24,7 @@ schema: 1
 id: 7   # a number
 pr: 7
 repo: org/project
-title: "mend: it"
+title: "fix: it"
 source: https://example.org/org/project/pull/7
 notes: |
   first line
