@@ -1,73 +1,81 @@
-"""The task `patch`: fetch and pin a patch, and see how it fits each recipe's source."""
+"""The task `patch`: fetch and pin a patch, and try it on each recipe's source."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bakehouse import flags
 from bakehouse.context import Context
-from bakehouse.errors import BakehouseError, HostError, PatchError, RecipeError, UsageError
+from bakehouse.errors import BakehouseError, RecipeError, UsageError
+from bakehouse.lock import ArchivePin, GitPin
 from bakehouse.outcome import Outcome
 from bakehouse.patches.for_run import parse_allow
-from bakehouse.patches.pin import Kind, Pinned, Wish, pin
-from bakehouse.patches.tried import Trials, Tried, engine_of, table
+from bakehouse.patches.pin import Kind, PatchRef, Pinned, pin
+from bakehouse.patches.tried import PatchTrial, TrialResult, engine_of, table
+from bakehouse.ports.git import Git
 from bakehouse.recipe.faults import shown
 from bakehouse.recipe.fields import matches_repo
 from bakehouse.recipe.load import Loaded, find, load, names
 from bakehouse.recipe.model import FULL_COMMIT
 from bakehouse.recipe.patches import UPSTREAM
 from bakehouse.redact import clean
+from bakehouse.resolve import lock_path, read_lock
+from bakehouse.sources import archive, gitpin
 from bakehouse.sources.diffs import counts, read_diff
+from bakehouse.sources.drift import source_drift
+from bakehouse.sources.mirror import commit_is_ready, mirror_folder
+from bakehouse.sources.tree import ensure_source, source_is_here
 from bakehouse.sources.upstream import host_of
 
 Options = flags.Patch
 
 
 def run(ctx: Context, options: Options) -> Outcome:
-    """Pin, or compare with the pin; then try it on one recipe, or on all of its engine.
+    """Pin a patch, or compare it with its pin; then try it on one recipe, or on all of its engine.
 
-    With a recipe, anything but a patch that applies is exit 5; with `judge` a patch that harms too.
+    With a recipe, a patch that does not apply is exit 5; with `judge` a harmful one as well.
     """
     allow = parse_allow(options.allow)
     if options.judge and (not options.recipe or options.dry_run):
         raise UsageError(
-            "--judge and --dry-run do not go together" if options.dry_run
-            else "--judge needs a recipe to judge the patch with",
+            "--judge cannot be combined with --dry-run" if options.dry_run
+            else "--judge needs a --recipe to compare servers with",
             hint="invoke patch --pr N --recipe NAME --judge builds, serves and compares",
         )  # fmt: skip
     if options.set_ and not options.recipe:
-        raise UsageError("--set belongs to --recipe")
+        raise UsageError("--set needs --recipe")
     if options.accept_memory_risk and not options.judge:
-        raise UsageError("--accept-memory-risk belongs to --judge, which starts servers")
+        raise UsageError("--accept-memory-risk needs --judge, which starts servers")
     loaded = load(find(options.recipe, ctx.recipes), options.set_) if options.recipe else None
-    wish = read_wish(ctx, options, loaded)
-    made = pin(ctx, wish, update=options.update, vendor=options.vendor, write=not options.dry_run)
-    recipes = [loaded] if loaded else _recipes(ctx, engine_of(made.manifest.repo))
-    key = f"{made.manifest.repo}#{made.manifest.id}"
-    trials = Trials(ctx, key, made.data, allow=allow, fetch=bool(options.recipe))
-    rows = [row if isinstance(row, Tried) else trials.on(row) for row in recipes]
+    ref = read_ref(ctx, options, loaded)
+    made = pin(ctx, ref, update=options.update, vendor=options.vendor, write=not options.dry_run)
+    key = made.manifest.name
+    trial = PatchTrial(ctx, key, made.data, allow=allow)
+    if loaded:
+        rows = [_try(ctx, trial, loaded, None)]
+    else:
+        rows = list(_try_all(ctx, trial, engine_of(made.manifest.repo)))
     lines = [*_pin_lines(made, dry=options.dry_run), "", *table(rows)]
-    result = _result(made, rows)
-    checks = tuple(row.check() for row in rows)
-    # A patch of an image meets its files when the derived image is built, which the judge does.
+    # A patch of an image is first tried when the derived image is built, by the judge.
     later = options.judge and loaded is not None and loaded.recipe.tree is None
-    error = _refusal(rows[0], key) if options.recipe and not rows[0].good and not later else None
-    outcome = Outcome(result, "\n".join(lines), checks, error=error, told=True)
+    error = rows[0].error(key) if loaded and not rows[0].good and not later else None
+    checks = tuple(row.check() for row in rows)
+    outcome = Outcome(_result(made, rows), "\n".join(lines), checks, error=error, told=True)
     if loaded and options.judge and error is None:
-        from bakehouse.commands import patch_judge  # it brings in all of `serve`
+        from bakehouse.commands import patch_judge  # it imports all of `serve`
 
-        how = patch_judge.How(allow, options.set_, options.accept_memory_risk)
+        how = patch_judge.JudgeOptions(allow, options.set_, options.accept_memory_risk)
         return patch_judge.judge_pinned(ctx, loaded, made, how, outcome)
     return outcome
 
 
-def read_wish(ctx: Context, options: Options, loaded: Loaded | None = None) -> Wish:
-    """Which patch the flags mean. Raises UsageError."""
+def read_ref(ctx: Context, options: Options, loaded: Loaded | None = None) -> PatchRef:
+    """Read from the flags which patch is meant. Raises UsageError."""
     kinds: tuple[Kind, ...] = ("pr", "url", "file", "commit")
     given: list[tuple[Kind, str]] = [(k, v) for k in kinds if (v := str(getattr(options, k)))]
     if len(given) != 1:
-        what = "no patch is named" if not given else "several patches are named"
+        what = "several patches are named" if given else "no patch is named"
         raise UsageError(what, hint="exactly one of --pr N, --url, --commit and --file PATH")
     (kind, what) = given[0]
     if kind == "pr" and not (what.isascii() and what.isdigit() and 0 < int(what) < 2**31):
@@ -75,34 +83,79 @@ def read_wish(ctx: Context, options: Options, loaded: Loaded | None = None) -> W
     if kind == "commit" and not FULL_COMMIT.fullmatch(what):
         raise UsageError(
             f"--commit takes all 40 hex digits, not '{clean(what, one_line=True)}'",
-            hint="a short id may come to mean another commit",
+            hint="a short id can become ambiguous",
         )
     repo = options.repo or UPSTREAM[loaded.recipe.engine if loaded else "llama.cpp"]
     if not matches_repo(repo):
         raise UsageError(f"--repo takes OWNER/NAME, not '{clean(repo, one_line=True)}'")
     number = str(int(what)) if kind == "pr" else what
-    return Wish(kind, number, repo).known(host_of(ctx.environment))
+    return PatchRef(kind, number, repo).resolved(host_of(ctx.environment))
 
 
-def _recipes(ctx: Context, engine: str) -> list[Loaded | Tried]:
-    """Every recipe of an engine; those with faults are unknown, never left out."""
-    found: list[Loaded | Tried] = []
+def _try_all(ctx: Context, trial: PatchTrial, engine: str) -> Iterator[TrialResult]:
+    """Try a patch on every recipe of an engine; invalid ones are unknown, never left out."""
+    here: dict[str, bool] = {}
     for name in names(ctx.recipes):
         try:
             loaded = load(find(name, ctx.recipes))
         except RecipeError as error:
-            found.append(Tried(name, "", None, error.what))
+            yield TrialResult(name, "", None, error.what)
             continue
         if loaded.recipe.engine == engine:
-            found.append(loaded)
-    return found
+            yield _try(ctx, trial, loaded, here)
+
+
+def _try(
+    ctx: Context, trial: PatchTrial, loaded: Loaded, here: dict[str, bool] | None
+) -> TrialResult:
+    try:
+        source = _source(ctx, loaded, here)
+    except BakehouseError as error:
+        source = error.what
+    if isinstance(source, str):
+        return TrialResult(loaded.recipe.name, "", None, source, trial.allowed(loaded.recipe))
+    return trial.apply_to(loaded, source)
+
+
+def _source(
+    ctx: Context, loaded: Loaded, here: dict[str, bool] | None
+) -> GitPin | ArchivePin | str:
+    """The recipe's source at its pinned commit, on this machine; or why it is not there.
+
+    `here` remembers for each source whether it is on this machine; None fetches it.
+    """
+    git, wanted = Git(ctx.processes, ctx.environment), loaded.recipe.tree
+    if wanted is None:
+        return "it runs an image: a patch becomes a layer of a derived one"
+    lock = read_lock(lock_path(loaded.path))
+    pin = lock.source if lock and not source_drift(loaded.recipe, lock) else None
+    if here is None:
+        if pin:
+            ensure_source(ctx, git, pin)
+            return pin
+        file = wanted.archive
+        return (
+            archive.pin_archive(ctx, git, file, loaded.folder) if file
+            else gitpin.pin_git(ctx, git, wanted)
+        )  # fmt: skip
+    if pin:
+        key = str(pin)
+        if key not in here:
+            here[key] = source_is_here(ctx, git, pin)
+        return pin if here[key] else "its source is not on this machine"
+    if wanted.git and wanted.commit and FULL_COMMIT.fullmatch(wanted.commit):
+        mirror = mirror_folder(ctx.places, wanted.git)
+        if commit_is_ready(git, mirror, wanted.commit):
+            tree = git.object_id(mirror, f"{wanted.commit}^{{tree}}")
+            return GitPin(url=wanted.git, commit=wanted.commit, tree=tree, date=0)
+    return "its source is not on this machine, and it has no lock"
 
 
 _HOW = {
     "new": "pinned",
-    "same": "pinned before, the same now",
-    "moved": "moved, pinned anew",
-    "offline": "pinned before, not compared",
+    "same": "pinned before, unchanged",
+    "moved": "pinned again, changed",
+    "offline": "pinned before, not compared with the host",
 }
 
 
@@ -119,14 +172,14 @@ def _pin_lines(made: Pinned, *, dry: bool) -> list[str]:
         f"{manifest.name}  {how}",
         *([f"title     {manifest.title}"] if manifest.title else []),
         f"source    {manifest.source}",
-        f"head      {manifest.head or 'not known'}",
-        f"base      {manifest.base or 'not known'}",
+        f"head      {manifest.head or 'unknown'}",
+        f"base      {manifest.base or 'unknown'}",
         f"diff      {counts(parts)}, {len(made.data):,} bytes",
         f"sha256    {manifest.sha256}",
         *(", ".join((f"file      {f.path} +{f.added} -{f.removed}", *beside.get(f.path, ())))
           for f in manifest.files),
         *([f"upstream  {manifest.upstream}"] if manifest.upstream else []),
-        *(["standing  experimental"] if manifest.experimental else []),
+        *(["status    experimental"] if manifest.experimental else []),
         *(f"verdict   {v.word}: {v.recipe} at {v.base[:12]}, {v.date}" for v in manifest.verdicts
           if v.sha256 == manifest.sha256),
         *(f"moved     {change}" for change in made.changes),
@@ -135,12 +188,12 @@ def _pin_lines(made: Pinned, *, dry: bool) -> list[str]:
     ]  # fmt: skip
     if not dry and "://" not in manifest.source and not manifest.vendored:
         lines.append(
-            "note      only this machine's cache has the diff: --vendor keeps it beside it"
+            "note      the diff is only in this machine's cache; --vendor stores it here as well"
         )
     return lines
 
 
-def _result(made: Pinned, rows: Sequence[Tried]) -> dict[str, Any]:
+def _result(made: Pinned, rows: Sequence[TrialResult]) -> dict[str, Any]:
     return {
         "manifest": made.manifest.to_data(),
         "path": str(made.path),
@@ -159,23 +212,3 @@ def _result(made: Pinned, rows: Sequence[Tried]) -> dict[str, Any]:
             for row in rows
         ],
     }  # fmt: skip
-
-
-def _refusal(row: Tried, key: str) -> BakehouseError:
-    """Why a patch does not go with the one recipe that was named."""
-    if row.fit is None:
-        return HostError(
-            f"whether patch {key} applies to recipe {row.recipe} is not known: {row.why}",
-            where=row.recipe, hint=f"run 'invoke fetch --recipe {row.recipe}' first; for an image, "
-            "--judge builds the derived one, and tells",
-            id="patch-not-tried",
-        )  # fmt: skip
-    loose = row.word in ("applies with offset", "applies with fuzz")
-    need = row.word.rpartition(" ")[2]
-    return PatchError(
-        f"patch {key} on recipe {row.recipe}: {row.word}",
-        where="\n".join((f"at {row.base}", *row.fit.notes)),
-        hint=f"look at where it lands, then allow it with --allow {need}" if loose
-        else "make it anew against that commit, or move the recipe's pin to one that it fits",
-        id=f"patch-{need if loose else row.word.replace(' ', '-')}",
-    )  # fmt: skip

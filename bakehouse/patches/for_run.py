@@ -1,4 +1,4 @@
-"""Patches for one run: added or left out by flags; in the digest, on record, in no lock file."""
+"""Patches added or dropped for one run: in the digest and on record, not in the lock file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol, get_args
 
 from bakehouse.context import Context
 from bakehouse.errors import LockError, NotFound, UsageError
@@ -20,35 +20,31 @@ from bakehouse.redact import clean
 from bakehouse.resolve import ensure_lock, wants
 from bakehouse.sources.manifests import manifest_path, patches_folder, read_manifest
 
+if TYPE_CHECKING:
+    from bakehouse.records.store import Run
+
 _NAME = re.compile(r"(?:([\w.-]+/[\w.-]+)#)?([A-Za-z0-9][A-Za-z0-9._-]{0,99})")
 
 
 class Flags(Protocol):
-    """A task's options, as far as they are about patches."""
+    """A task's options about patches."""
 
     @property
     def patch(self) -> tuple[str, ...]:
-        """Added for this run."""
+        """Patches to add for this run."""
 
     @property
     def no_patch(self) -> tuple[str, ...]:
-        """Left out of this run."""
+        """Patches to drop for this run."""
 
     @property
     def allow(self) -> str:
-        """How loosely those that are added may fit."""
-
-
-class Facts(Protocol):
-    """What a record takes in."""
-
-    def fact(self, name: str, value: object) -> None:
-        """Record something seen."""
+        """How loosely added ones may fit."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run's flags say about patches; true where they say anything."""
+    """Patches that a run's flags add and drop; true if there are any."""
 
     add: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
@@ -58,36 +54,37 @@ class Asked:
         return bool(self.add or self.drop)
 
     def change(self, ctx: Context) -> Callable[[Loaded], Loaded]:
-        """Give what makes of a recipe the one of this run."""
+        """Return the function that changes a recipe's patches for this run."""
         return lambda loaded: _changed(ctx, loaded, self)
 
 
 def asked(flags: Flags) -> Asked:
-    """Read a task's flags. Raises UsageError."""
+    """Read a task's flags about patches. Raises UsageError."""
     for name in (*flags.patch, *flags.no_patch):
         if not _NAME.fullmatch(name):
             raise UsageError(
-                f"'{clean(name, one_line=True)}' names no patch",
+                f"'{clean(name, one_line=True)}' is not the name of a patch",
                 hint="a pull request's number, as in --patch 25144, or OWNER/NAME#ID",
             )
     if both := set(flags.patch) & set(flags.no_patch):
-        raise UsageError(f"--patch and --no-patch both name {min(both)}", hint="say one of them")
+        raise UsageError(
+            f"--patch and --no-patch both name {min(both)}", hint="give only one of them"
+        )
     if flags.allow and not flags.patch:
         raise UsageError(
-            "--allow is about --patch, and there is none",
-            hint="a recipe's own patches say it themselves: allow: offset",
+            "--allow needs --patch",
+            hint="a recipe's own patches have a key for it: allow: offset",
         )
     return Asked(flags.patch, flags.no_patch, parse_allow(flags.allow))
 
 
 def parse_allow(text: str) -> Fit:
     """Read how loosely a patch may fit. Raises UsageError."""
-    choices: dict[str, Literal["exact", "offset", "fuzz"]] = {
-        "": "exact", "exact": "exact", "offset": "offset", "fuzz": "fuzz",
-    }  # fmt: skip
-    if text not in choices:
-        raise UsageError(f"--allow takes offset or fuzz, not '{clean(text, one_line=True)}'")
-    return choices[text]
+    choices: tuple[Fit, ...] = get_args(Fit)
+    for choice in choices:
+        if text in (choice, ""):
+            return choice
+    raise UsageError(f"--allow takes offset or fuzz, not '{clean(text, one_line=True)}'")
 
 
 def _changed(ctx: Context, loaded: Loaded, want: Asked) -> Loaded:
@@ -100,14 +97,14 @@ def _changed(ctx: Context, loaded: Loaded, want: Asked) -> Loaded:
     for name in want.add:
         made = _added(ctx, name, recipe.engine, want.allow)
         if any(p.key(recipe.engine) == made.key(recipe.engine) for p in patches):
-            ctx.progress.say(f"patch {name} is there already")
+            ctx.progress.say(f"patch {name} is already applied")
         else:
             patches.append(made)
     return dataclasses.replace(loaded, recipe=recipe.with_patches(tuple(patches)))
 
 
 def _listed(patches: Sequence[Patch], name: str, engine: str, recipe: str) -> Patch:
-    """The recipe's patch that a name means. Raises UsageError."""
+    """Find a recipe's patch by name. Raises UsageError."""
 
     def names(patch: Patch) -> set[str]:
         if patch.file:
@@ -141,15 +138,15 @@ def ensure(
     locked: bool = False,
     fetch: bool = True,
 ) -> Lock:
-    """Give the lock of a run: the recipe's own, or one that is made of it and written nowhere.
+    """Return the lock of a run: the recipe's own, or one made from it that is not written.
 
-    `loaded` is the recipe as it is run. Without `fetch` the source has to be here where patches
-    are added or left out. Raises as `ensure_lock` does, and PatchError.
+    `loaded` is the recipe as it is run. Without `fetch` the source must be on this machine if
+    patches are added or dropped. Raises as `ensure_lock` does, and PatchError.
     """
     pinned.require(ctx, loaded)
     if not want:
         return ensure_lock(ctx, loaded, locked=locked)
-    # Imported here because a plan passes through this module and mostly needs none of these.
+    # Imported here because most plans need none of these.
     from bakehouse.ports.git import Git
     from bakehouse.sources.patches import pin_patches
     from bakehouse.sources.tree import ensure_source, patched_tree, source_is_here
@@ -160,7 +157,7 @@ def ensure(
     git = Git(ctx.processes, ctx.environment)
     if source is not None and not fetch and not source_is_here(ctx, git, source):
         raise LockError(
-            "the source is not on this machine, so what other patches make of it is not known",
+            "the source is not on this machine, so patches cannot be added or dropped",
             where=str(loaded.path),
             hint=f"run 'invoke fetch --recipe {recipe.name}' first",
             id="source-missing",
@@ -175,11 +172,11 @@ def ensure(
 
 
 def unlike(ctx: Context, record: str | None, loaded: Loaded) -> str | None:
-    """Say in which patches a running server is not the recipe as it is asked for; None for none.
+    """Describe how a running server's patches differ from the recipe's; None if they do not.
 
-    `record` is the folder of the run that served it; `loaded` is changed by the flags already.
+    `record` is the folder of the run that started it; `loaded` has the flags' patches already.
     """
-    from bakehouse.records.store import read_record  # only who judges a running server asks
+    from bakehouse.records.store import read_record  # only for a running server
 
     recipe = loaded.recipe
     wanted = {patch.key(recipe.engine) for patch in recipe.patches}
@@ -188,24 +185,24 @@ def unlike(ctx: Context, record: str | None, loaded: Loaded) -> str | None:
     except NotFound:
         kept = None
     if kept is None:
-        lost = f"the server's record is gone: whether it has patch {', '.join(sorted(wanted))} is "
-        return f"{lost}not known" if wanted else None
+        names = ", ".join(sorted(wanted))
+        return f"the server's record is gone: unknown if it has patch {names}" if names else None
     applied = kept.facts.get("patches", {}).get("applied", ())
     has = {str(one["id"]) for one in applied}
-    said = [
+    differ = [
         *(f"without patch {name}" for name in sorted(wanted - has)),
         *(f"with patch {name}" for name in sorted(has - wanted)),
     ]
-    if not said:
+    if not differ:
         return None
-    return f"the server that runs was served {', '.join(said)}: it is judged as it is"
+    return f"the running server was started {', '.join(differ)}: it is judged as it is"
 
 
-def note(want: Asked, lock: Lock, record: Facts) -> None:
-    """Put on record which patches the run has, and which of them only this run's flags brought."""
+def note(want: Asked, lock: Lock, record: Run) -> None:
+    """Record the patches of a run, and which its flags added or dropped."""
     if not lock.patches and not want:
         return
-    fact: dict[str, Any] = {
+    fact = {
         "applied": [
             {"id": pin.file.path, "sha256": pin.file.sha256, "base": pin.base, "head": pin.head,
              "allow": pin.allow}

@@ -1,16 +1,17 @@
-"""Kinds of log lines, counted: what a line says once its numbers are taken out of it.
+"""Compare two logs by kind of line: what a line says without its numbers.
 
-Times, ids, addresses, pids and sizes become `<n>`, `<addr>`, `<id>`, `<size>`; numbers in brackets
-and after `head=` stay, since they tell which part of an engine speaks: `llama_decode[1]` that fails
+Times, ids, addresses, process ids and sizes become `<n>`, `<addr>`, `<id>`, `<size>`; numbers in
+brackets and after `head=` stay, because they name a part of an engine: `llama_decode[1]` that fails
 thousands of times while `head=0` never does is a finding.
 
-Most lines of a log are others of the same kind with other numbers. So lines are reduced to outlines
-in the interpreter's own C code, a block at a time, and only the first line of each outline meets a
-regular expression. Memory is bounded whatever the log holds.
+Most lines of a log repeat a kind with other numbers. Lines are therefore reduced to outlines in the
+interpreter's C code, a block at a time, and only the first line of each outline is matched with a
+regular expression. Memory is bounded for any log.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -23,15 +24,15 @@ from bakehouse.signatures.text import decoded, message, printable, without_colou
 
 Level = Literal["error", "warning", "other"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "other")
-"""The gravest first."""
+"""Most severe first."""
 
 MOST_KINDS = 5_000
-"""Kinds that are kept apart in one log; lines of further ones are only counted."""
+"""Most kinds of one log; lines of further kinds are only counted."""
 _BLOCK = 1 << 18
 _LINE = 1 << 12
-"""Bytes of a line that count; what comes after them is passed over."""
+"""Bytes of a line that are looked at."""
 _REMEMBERED = 1 << 23
-"""Bytes of outlines to remember."""
+"""Bytes of outlines that are cached."""
 
 _KEPT_BRACKET = re.compile(rb"\[\d{1,3}\]")
 _KEPT_HEAD = re.compile(rb"(?i)\bhead[=:#]\d{1,3}\b")
@@ -39,7 +40,7 @@ _HIDE = bytes.maketrans(b"0123456789", bytes(range(0x0E, 0x18)))
 _SHOW = bytes.maketrans(bytes(range(0x0E, 0x18)), b"0123456789")
 _FLAT = bytes.maketrans(b"123456789", b"000000000")
 _FOREIGN = bytes(range(0x0E, 0x18))
-"""Control characters that stand for digits which are kept, while the others are flattened."""
+"""Control characters that stand for kept digits while the others become 0."""
 
 _ZEROS = (b"0000", b"000", b"00", b"00", b"00")
 _VARIES = re.compile(
@@ -51,8 +52,7 @@ _VARIES = re.compile(
     re.IGNORECASE,
 )
 _LETTER = re.compile(r"\s*(?:[\d.]+ ([DIWEFT]) |([EW]) |\[?([IWEF])\d{4} \d\d:)")
-"""What llama.cpp puts before a line (the time, which can be switched off, and a letter), and what
-glog does, as PyTorch has it: W1130 01:02:03."""
+"""Prefixes of llama.cpp (optional time, level letter) and glog (in PyTorch): W1130 01:02:03."""
 _WORD = re.compile(r"\b(ERROR|CRITICAL|FATAL|WARNING|WARN|INFO|DEBUG)\b")
 _SPEAKS = re.compile(
     r"\berrors?\b(?!\s*[:=]\s*(?:0|none|null)\b)|\bfailed\b|\bfailure\b|\bfatal\b|\bcannot\b"
@@ -67,7 +67,7 @@ _OF_WORD: dict[str, Level] = {
 
 
 class Kind(Frozen):
-    """One kind of line. `line_number` and `line` are of the first that was seen."""
+    """One kind of line; `line_number` and `line` are of the first one."""
 
     level: Level
     text: str
@@ -77,48 +77,39 @@ class Kind(Frozen):
 
 
 @dataclass
-class _Seen:
-    level: Level
-    text: str
-    line_number: int
-    line: str
-    count: int = 0
-
-
-@dataclass
 class Kinds:
-    """Counts the kinds of a log as it comes. `own` are names that differ between two runs anyway.
+    """Counts the kinds of a log that is fed in pieces of any size, then finished.
 
-    Feed bytes cut anywhere, then `finish`; the same lines give the same kinds however they are cut.
+    `own` are names that differ between two runs anyway, such as a build's folder.
     """
 
     own: Sequence[str] = ()
     lines: int = 0
     """Whole lines read so far."""
     beyond: int = 0
-    """Lines of kinds that came after the most that are kept: of these nothing more is known."""
-    _kinds: dict[tuple[Level, str], _Seen] = field(default_factory=dict)
-    _outlines: dict[bytes, _Seen | None] = field(default_factory=dict)
+    """Lines of kinds after the first MOST_KINDS."""
+    _first: dict[tuple[Level, str], tuple[int, str]] = field(default_factory=dict)
+    """Line number and text of the first line of each kind."""
+    _counts: Counter[tuple[Level, str]] = field(default_factory=Counter)
+    _outlines: dict[bytes, tuple[Level, str] | None] = field(default_factory=dict)
     _size: int = 0
     _rest: bytes = b""
 
     def feed(self, data: bytes) -> None:
-        """Read data as it comes; an unfinished last line waits for its end."""
+        """Read a piece; an incomplete last line waits for its end."""
         for start in range(0, len(data), _BLOCK):
             self._take(data[start : start + _BLOCK])
 
     def finish(self) -> tuple[Kind, ...]:
-        """Take the log as complete; give its kinds, errors first, then by count."""
+        """Take the log as complete; return its kinds, errors first, then by count."""
         if self._rest:
             self._block(self._rest)
             self._rest = b""
-        seen = sorted(
-            self._kinds.values(), key=lambda k: (LEVELS.index(k.level), -k.count, k.line_number)
+        kinds = (
+            Kind(level=key[0], text=key[1], count=self._counts[key], line_number=number, line=line)
+            for key, (number, line) in self._first.items()
         )
-        return tuple(
-            Kind(level=k.level, text=k.text, count=k.count, line_number=k.line_number, line=k.line)
-            for k in seen
-        )
+        return tuple(sorted(kinds, key=lambda k: (LEVELS.index(k.level), -k.count, k.line_number)))
 
     def _take(self, data: bytes) -> None:
         data = self._rest + data if self._rest else data
@@ -127,7 +118,7 @@ class Kinds:
             self._block(data[: end - 1])
         self._rest = data[end:]
         if len(self._rest) > 4 * _LINE:
-            # The line goes on; so much of it as counts is kept, and no more.
+            # A long line that goes on: keep what is looked at.
             self._rest = self._rest[: 2 * _LINE]
 
     def _block(self, data: bytes) -> None:
@@ -146,7 +137,7 @@ class Kinds:
         for seen, count in counted.items():
             kind = self._outlines[seen]
             if kind:
-                kind.count += count
+                self._counts[kind] += count
             elif seen.strip():
                 self.beyond += count
         self.lines += len(outlines)
@@ -154,7 +145,7 @@ class Kinds:
             self._outlines, self._size = {}, 0
 
     def _learn(self, fresh: set[bytes], outlines: list[bytes], lines: list[bytes]) -> None:
-        """Find out the kind of each new outline from its first line."""
+        """Determine the kind of each new outline from its first line."""
         left = set(fresh)
         for offset, seen in enumerate(outlines):
             if seen in left:
@@ -164,19 +155,19 @@ class Kinds:
                 if not left:
                     return
 
-    def _kind(self, seen: bytes, line: bytes, number: int) -> _Seen | None:
+    def _kind(self, seen: bytes, line: bytes, number: int) -> tuple[Level, str] | None:
         if not seen.strip():
             return None
         key = kind_of(line, self.own)
-        known = self._kinds.get(key)
-        if known is None and len(self._kinds) < MOST_KINDS:
-            shown = printable(message(decoded(line)))
-            known = self._kinds[key] = _Seen(*key, number, shown)
-        return known
+        if key not in self._first:
+            if len(self._first) >= MOST_KINDS:
+                return None
+            self._first[key] = (number, printable(message(decoded(line))))
+        return key
 
 
 def outline(text: bytes) -> bytes:
-    """Flatten numbers, but for those in brackets and after `head=`; newlines stay."""
+    """Replace numbers by 0, except in brackets and after `head=`; newlines stay."""
     text = text.translate(None, _FOREIGN)
     if b"[" in text:
         text = _KEPT_BRACKET.sub(_hide, text)
@@ -193,7 +184,7 @@ def _hide(found: re.Match[bytes]) -> bytes:
 
 
 def kind_of(line: bytes, own: Sequence[str] = ()) -> tuple[Level, str]:
-    """Give the level of one line, and its text with what varies taken out."""
+    """Return the level of one line, and its text without what varies."""
     whole = decoded(without_colours(line))
     body = message(whole)
     for name in own:
@@ -206,7 +197,7 @@ def kind_of(line: bytes, own: Sequence[str] = ()) -> tuple[Level, str]:
 
 
 def level_of(line: str, body: str) -> Level:
-    """Give a line's level: what its logger wrote before it, else what its words say."""
+    """Return a line's level: by its logger's prefix, else by its words."""
     if found := _LETTER.match(line):
         return _OF_LETTER.get(found[1] or found[2] or found[3], "other")
     before = line[: len(line) - len(body)] if line.endswith(body) else line
@@ -216,7 +207,7 @@ def level_of(line: str, body: str) -> Level:
 
 
 def read_kinds(path: Path, own: Sequence[str] = ()) -> tuple[tuple[Kind, ...], Kinds]:
-    """Count the kinds of a log file."""
+    """Count the kinds of a log file; also return the counter."""
     kinds = Kinds(own)
     with path.open("rb") as log:
         while data := log.read(_BLOCK):
@@ -225,8 +216,97 @@ def read_kinds(path: Path, own: Sequence[str] = ()) -> tuple[tuple[Kind, ...], K
 
 
 def kinds_of(lines: Iterable[str], own: Sequence[str] = ()) -> tuple[Kind, ...]:
-    """Count the kinds of a log that is at hand as lines."""
+    """Count the kinds of some lines."""
     kinds = Kinds(own)
     for line in lines:
         kinds.feed(line.encode(errors="replace") + b"\n")
     return kinds.finish()
+
+
+How = Literal["new", "raised", "gone", "lowered"]
+HOWS: tuple[How, ...] = ("new", "raised", "gone", "lowered")
+CHANCE = 1e-4
+"""Largest probability of a count by chance at which it counts as changed."""
+FACTOR = 1.5
+"""Smallest factor of a change: logs of thousands of lines are never quite alike."""
+_EXACT = 4000
+"""Most events for which the probability is summed exactly."""
+
+
+class Change(Frozen):
+    """A kind whose count differs between two logs; `line` is its first line."""
+
+    how: How
+    level: Level
+    text: str
+    without: int
+    patched: int
+    line_number: int
+    line: str
+
+    @property
+    def worse(self) -> bool:
+        """Whether the patched log has more of it."""
+        return self.how in ("new", "raised")
+
+    def __str__(self) -> str:
+        """One line for a report."""
+        before = "never without" if self.how == "new" else f"{self.without:,} without"
+        return f"{self.patched:,} times, {before}: {self.text}"
+
+
+def contrast(
+    without: Sequence[Kind], patched: Sequence[Kind], *, share: float = 0.5
+) -> tuple[Change, ...]:
+    """Compare the logs of two runs, without a patch and with it.
+
+    `share` is the patched run's share of the requests of both. Errors come first, then new kinds,
+    then the most frequent ones.
+    """
+    before = {(k.level, k.text): k for k in without}
+    after = {(k.level, k.text): k for k in patched}
+    changes = []
+    for key in dict.fromkeys((*after, *before)):
+        old, new = before.get(key), after.get(key)
+        counts = (old.count if old else 0, new.count if new else 0)
+        how = _change_of(*counts, share)
+        kind = new or old
+        if how and kind:
+            changes.append(
+                Change(how=how, level=kind.level, text=kind.text, without=counts[0],
+                       patched=counts[1], line_number=kind.line_number, line=kind.line)
+            )  # fmt: skip
+    changes.sort(
+        key=lambda c: (LEVELS.index(c.level), HOWS.index(c.how), -max(c.patched, c.without), c.text)
+    )
+    return tuple(changes)
+
+
+def _change_of(without: int, patched: int, share: float) -> How | None:
+    if not without:
+        return "new"
+    if not patched:
+        return "gone"
+    odds = share / (1 - share)
+    if patched >= FACTOR * without * odds and tail(patched, without, share) < CHANCE:
+        return "raised"
+    if without * odds >= FACTOR * patched and tail(without, patched, 1 - share) < CHANCE:
+        return "lowered"
+    return None
+
+
+def tail(more: int, less: int, share: float) -> float:
+    """Return the probability that of `more + less` events at least `more` fall on one side.
+
+    Each does so with probability `share`: two Poisson counts, given their sum.
+    """
+    total = more + less
+    if total > _EXACT:
+        deviation = math.sqrt(total * share * (1 - share))
+        return 0.5 * math.erfc((more - 0.5 - total * share) / deviation / math.sqrt(2))
+    logs = (
+        math.lgamma(total + 1) - math.lgamma(k + 1) - math.lgamma(total - k + 1)
+        + k * math.log(share) + (total - k) * math.log1p(-share)
+        for k in range(more, total + 1)
+    )  # fmt: skip
+    return min(1.0, math.fsum(map(math.exp, logs)))

@@ -1,7 +1,4 @@
-"""What is known of a patch: `patches/OWNER/NAME/ID.yaml`.
-
-Frozen types only; `sources/manifests.py` reads and writes the files.
-"""
+"""Types of a patch manifest, `patches/OWNER/NAME/ID.yaml`."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from bakehouse.recipe.scalars import Anything, Filled, Flag, Misplaced, Number, 
 Commit = Annotated[Text, Field(pattern=r"^[0-9a-f]{40}$")]
 Count = Annotated[Whole, Field(ge=0)]
 Fit = Literal["exact", "offset", "fuzz"]
-"""How loosely a patch may fit: hunks where they say, hunks elsewhere, hunks with less context."""
+"""How loosely a patch may fit: at its line numbers, elsewhere, with less context."""
 Word = Literal["clean", "experimental", "harmful", "no effect"]
 PINNED: Final = "pinned"
 NOT_PINNED: Final = "not pinned yet"
 
 
 class TouchedFile(Frozen):
-    """One file that a diff touches, and how many lines it adds and removes there."""
+    """One file that a diff changes, and the number of lines added and removed."""
 
     path: Filled
     added: Count = 0
@@ -33,22 +30,26 @@ class TouchedFile(Frozen):
 
 
 class Shape(Frozen):
-    """What is known of a diff that nobody here has fetched yet: first fetch is held against it."""
+    """The size of a diff that nobody has fetched yet; the first fetch is compared with it."""
 
     files: Count
     added: Count
     removed: Count
 
+    def __str__(self) -> str:
+        """Describe it: `2 files, +16 -6`."""
+        return f"{self.files} file{'s' * (self.files != 1)}, +{self.added} -{self.removed}"
+
 
 class LogPattern(Frozen):
     """A regular expression over log lines, and how many lines it may or must match.
 
-    It is looked for anywhere in a line as the engine writes it, its first 4,096 characters.
+    It is searched for in the first 4,096 characters of each line.
     """
 
     pattern: Filled
     least: Count | None = None
-    """Lines at least; without either bound, one where it must appear and none where not."""
+    """Lines at least. Without either bound: one in `must_appear`, none in `must_not_appear`."""
     most: Count | None = None
     """Lines at most."""
 
@@ -57,7 +58,7 @@ class LogPattern(Frozen):
         try:
             re.compile(self.pattern)
         except (re.error, RecursionError, OverflowError) as error:
-            raise Misplaced(f"'{self.pattern}' is no regular expression: {error}", "pattern",
+            raise Misplaced(f"'{self.pattern}' is not a regular expression: {error}", "pattern",
                             about=("pattern",)) from error  # fmt: skip
         if self.least is not None and self.most is not None and self.least > self.most:
             raise Misplaced(f"least {self.least} is above most {self.most}", "least",
@@ -73,28 +74,28 @@ class Acceptance(Frozen):
 
 
 class Expect(Frozen):
-    """What a server with the patch has to show."""
+    """What is expected of a server with the patch."""
 
     must_appear: tuple[LogPattern, ...] = ()
     must_not_appear: tuple[LogPattern, ...] = ()
     acceptance: Acceptance | None = None
     suites: tuple[SuiteName, ...] = ()
-    """Suites that have to pass, beside those of the recipe."""
+    """Suites that must pass, in addition to the recipe's."""
     speed: Annotated[Number, Field(gt=0)] | None = None
-    """Share of the unpatched server's decode speed below which it harms, by default 0.9; above 1,
-    the gain that it is for."""
+    """Smallest share of the unpatched server's decode speed, by default 0.9; above 1, the gain that
+    the patch is for."""
     answers_may_differ: Flag = False
-    """Without it, at temperature 0 it has to say word for word what it says without the patch."""
+    """If false, answers at temperature 0 must be word for word those without the patch."""
 
 
 class PatchVerdict(Frozen):
-    """What was measured of a patch, with one recipe at one base."""
+    """The verdict on a patch with one recipe at one base."""
 
     recipe: Filled
     base: Filled
-    """The commit (or, of an archive, the tree) that it was applied to."""
+    """The commit (or, of an archive, the tree) it was applied to."""
     sha256: Sha256
-    """Of the diff that was judged: a verdict says nothing of another one."""
+    """Of the diff that was judged; the verdict does not count for another one."""
     word: Word
     reasons: tuple[Text, ...] = ()
     evidence: dict[str, Anything] = {}
@@ -102,24 +103,24 @@ class PatchVerdict(Frozen):
 
 
 class Manifest(Frozen):
-    """A patch, pinned or known of. Whoever reads it as text finds the same keys in this order."""
+    """A patch, pinned or not yet. Files are written with their keys in this order."""
 
     schema_version: Annotated[Literal[1], Field(alias="schema")] = 1
     id: PatchId
     """The number of a pull request, or a name."""
     pr: Annotated[Whole, Field(ge=1)] | None = None
     repo: Hub
-    """`OWNER/NAME`: the upstream that it belongs to."""
+    """`OWNER/NAME` of its upstream."""
     title: Text = ""
     source: Filled
-    """Where it comes from: the address of the pull request, of a commit or of a diff, or a path."""
+    """URL of the pull request, commit or diff, or a path."""
     status: Literal["pinned", "not pinned yet"] = NOT_PINNED
     upstream: Text = ""
-    """How it stands with the project that it is for: open, held, merged."""
+    """Its state upstream: open, held, merged."""
     head: Commit | None = None
     """The pull request's head commit when it was pinned."""
     base: Commit | None = None
-    """The commit that the pull request starts from."""
+    """The commit it starts from."""
     sha256: Sha256 | None = None
     """Of the diff."""
     size: Count | None = None
@@ -129,11 +130,11 @@ class Manifest(Frozen):
     date: Text | None = None
     """When it was pinned, ISO 8601, UTC."""
     vendored: InnerPath | None = None
-    """The diff, kept beside this file."""
+    """File name of the diff beside this file."""
     lifts: tuple[Filled, ...] = ()
-    """Ids of rules that it makes obsolete."""
+    """Ids of known-bad rules that it makes obsolete."""
     experimental: Flag = False
-    """Whether it is known to be unsound, verdict or none."""
+    """Whether it is known to be unsound, with or without a verdict."""
     notes: Text = ""
     expect: Expect = Expect()
     verdicts: tuple[PatchVerdict, ...] = ()
@@ -153,16 +154,16 @@ class Manifest(Frozen):
 
     @property
     def pinned(self) -> bool:
-        """Whether its content is fixed by a hash."""
+        """Whether its content is pinned by a hash."""
         return self.status == PINNED
 
     @property
     def name(self) -> str:
-        """How people name it: `ggml-org/llama.cpp#25144`."""
+        """`ggml-org/llama.cpp#25144`."""
         return f"{self.repo}#{self.id}"
 
     def verdict(self, recipe: str, base: str) -> PatchVerdict | None:
-        """The latest verdict on this very diff, with a recipe, at a base; None without one."""
+        """Return the latest verdict on this diff with a recipe at a base; None without one."""
         fitting = [
             v for v in self.verdicts
             if (v.recipe, v.base, v.sha256) == (recipe, base, self.sha256)
@@ -170,12 +171,12 @@ class Manifest(Frozen):
         return fitting[-1] if fitting else None
 
     def with_verdict(self, verdict: PatchVerdict) -> Manifest:
-        """Give the manifest with a verdict in place of an older one of the same recipe and base."""
+        """Return a copy with this verdict, which replaces one of the same recipe and base."""
         same = (verdict.recipe, verdict.base)
         others = tuple(v for v in self.verdicts if (v.recipe, v.base) != same)
         return self.changed(verdicts=(*others, verdict))
 
     def changed(self, **values: Any) -> Manifest:
-        """Give a copy with other values, validated."""
+        """Return a validated copy with other values."""
         data = {name: getattr(self, name) for name in type(self).model_fields}
         return Manifest.model_validate({**data, **values})

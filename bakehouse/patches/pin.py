@@ -1,4 +1,4 @@
-"""Fetch a patch and pin it: its manifest written, its diff kept by hash; later fetches compared."""
+"""Fetch a patch and pin it: write its manifest, cache its diff, compare later fetches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal
 
 from bakehouse.context import Context
 from bakehouse.errors import LockError
-from bakehouse.patches.manifest import PINNED, Manifest, TouchedFile
+from bakehouse.patches.manifest import PINNED, Manifest, Shape, TouchedFile
 from bakehouse.ports.git import Git
 from bakehouse.recipe.faults import shown
 from bakehouse.redact import without_credentials
@@ -34,8 +34,8 @@ _COMMIT = re.compile(r"(https?://[^/]+)/([\w.-]+/[\w.-]+)/commit/([0-9a-f]{40})(
 
 
 @dataclass(frozen=True)
-class Wish:
-    """Which patch is meant. `what` is a number, a commit, an address or a path."""
+class PatchRef:
+    """Which patch is meant. `what` is a number, a commit, a URL or a path."""
 
     kind: Kind
     what: str
@@ -43,7 +43,7 @@ class Wish:
 
     @property
     def id(self) -> str:
-        """Its name among the patches of its repository."""
+        """Its id among the patches of its repository."""
         if self.kind == "pr":
             return self.what
         if self.kind == "commit":
@@ -53,16 +53,16 @@ class Wish:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:90] or "patch"
         return f"{self.kind}-{name}" if name.isdigit() else name  # a number is a pull request's
 
-    def known(self, host: str) -> Wish:
-        """Take the address of a pull request or a commit on the host for that one itself."""
-        if self.kind == "url" and (found := _PULL.fullmatch(self.what)) and found[1] == host:
-            return Wish("pr", found[3], found[2])
-        if self.kind == "url" and (found := _COMMIT.fullmatch(self.what)) and found[1] == host:
-            return Wish("commit", found[3], found[2])
+    def resolved(self, host: str) -> PatchRef:
+        """Turn the URL of a pull request or a commit on the host into a reference to that."""
+        kinds: tuple[tuple[Kind, re.Pattern[str]], ...] = (("pr", _PULL), ("commit", _COMMIT))
+        for kind, pattern in kinds:
+            if self.kind == "url" and (found := pattern.fullmatch(self.what)) and found[1] == host:
+                return PatchRef(kind, found[3], found[2])
         return self
 
     def source(self, ctx: Context) -> str:
-        """Where it comes from, as its manifest says it."""
+        """Its source, as written into the manifest."""
         if self.kind == "pr":
             return upstream.pull_address(ctx.environment, self.repo, int(self.what))
         if self.kind == "commit":
@@ -72,7 +72,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Pinned:
-    """What came of it."""
+    """The result of pinning a patch."""
 
     manifest: Manifest
     path: Path
@@ -84,83 +84,89 @@ class Pinned:
 
 
 def pin(
-    ctx: Context, wish: Wish, *, update: bool = False, vendor: bool = False, write: bool = True
+    ctx: Context, ref: PatchRef, *, update: bool = False, vendor: bool = False, write: bool = True
 ) -> Pinned:
-    """Fetch a patch; pin it where it is new, and hold it against its pin where it is not.
+    """Fetch a patch; pin it if it is new, else compare it with its pin.
 
-    Where the host cannot be reached, or has it no more, what is pinned and kept stands in for it.
-    Without `write` nothing is written. Raises PatchError (exit 5), and LockError `patch-moved`
-    (exit 4) where it is not what was pinned and `update` does not say that this is right.
+    If the host cannot be reached, or no longer has it, the cached diff is used. Without `write`
+    nothing is written. Raises PatchError (exit 5), and LockError `patch-moved` (exit 4) if it
+    differs from its pin and `update` does not accept that.
     """
     folder = patches_folder(ctx.recipes)
-    path = manifest_path(folder, wish.repo, wish.id)
-    old = find_manifest(folder, wish.repo, wish.id)
+    path = manifest_path(folder, ref.repo, ref.id)
+    old = find_manifest(folder, ref.repo, ref.id)
     try:
-        fetched = _fetch(ctx, wish, old)
+        fetched = _fetch(ctx, ref, old)
     except CannotFetch as error:
-        made = None if update else _kept(ctx, old, path, error)
+        made = None if update else _cached(ctx, old, path, error)
         if made is None:
             raise
     else:
-        made = _compared(ctx, wish, fetched, old, path, update=update)
+        made = _compared(ctx, ref, fetched, old, path, update=update)
     if write:
         keep(ctx.places, str(made.manifest.sha256), made.data)
         if made.how in ("new", "moved"):
             write_manifest(path, made.manifest)
-        made = _copied(made, vendor=vendor)
+        made = _vendored(made, vendor=vendor)
     return made
 
 
-def _kept(ctx: Context, old: Manifest | None, path: Path, error: CannotFetch) -> Pinned | None:
-    """What is pinned already, where it is at hand."""
+def _cached(ctx: Context, old: Manifest | None, path: Path, error: CannotFetch) -> Pinned | None:
+    """What is pinned already, if its diff is on this machine."""
     if old is None or old.sha256 is None:
         return None
     data = kept_diff(ctx, old.sha256, path.with_suffix(".diff"))
-    note = f"not compared with upstream: {error.what}; what is pinned and kept is used"
+    note = f"not compared with upstream: {error.what}; using the pinned diff from the cache"
     return Pinned(old, path, data, "offline", notes=(note,)) if data is not None else None
 
 
 def _compared(
-    ctx: Context, wish: Wish, fetched: Fetched, old: Manifest | None, path: Path, *, update: bool
+    ctx: Context, ref: PatchRef, fetched: Fetched, old: Manifest | None, path: Path, *, update: bool
 ) -> Pinned:
-    new = _manifest(ctx, wish, fetched, old)
+    new = _manifest(ctx, ref, fetched, old)
     changes = tuple(_changes(old, new)) if old is not None else ()
     if changes and not update:
-        raise _moved(new, path, changes)
+        what = "pull request" if new.pr is not None else "patch"
+        raise LockError(
+            f"the {what} moved: {new.name} differs from its pin",
+            where="\n".join((shown(path), *changes)), id="patch-moved",
+            hint="review the changes; then accept them with --update (verdicts on the old diff "
+            "stay, but do not count for the new one)",
+        )  # fmt: skip
     if old is not None and old.pinned and not changes:
         notes = fetched.notes
         if fetched.head not in (None, old.head):
-            notes = (*notes, f"its head is {fetched.head} by now; the diff is the same")
+            notes = (*notes, f"its head is now {fetched.head}; the diff is the same")
         return Pinned(old, path, fetched.data, "same", (), notes)
     return Pinned(new, path, fetched.data, "moved" if changes else "new", changes, fetched.notes)
 
 
-def _fetch(ctx: Context, wish: Wish, old: Manifest | None) -> Fetched:
+def _fetch(ctx: Context, ref: PatchRef, old: Manifest | None) -> Fetched:
     git = Git(ctx.processes, ctx.environment)
-    if wish.kind == "pr":
+    if ref.kind == "pr":
         known = (old.head, old.base) if old else (None, None)
-        return upstream.fetch_pull(ctx, git, wish.repo, int(wish.what), known)
-    if wish.kind == "commit":
-        return upstream.fetch_commit(ctx, git, wish.repo, wish.what)
-    if wish.kind == "url":
-        return upstream.fetch_address(ctx, wish.what)
-    data = read_patch(Path(os.path.expanduser(wish.what)))
-    return Fetched(data, read_diff(data, shown(Path(wish.what))), upstream.title_of(data))
+        return upstream.fetch_pull(ctx, git, ref.repo, int(ref.what), known)
+    if ref.kind == "commit":
+        return upstream.fetch_commit(ctx, git, ref.repo, ref.what)
+    if ref.kind == "url":
+        return upstream.fetch_address(ctx, ref.what)
+    data = read_patch(Path(os.path.expanduser(ref.what)))
+    return Fetched(data, read_diff(data, shown(Path(ref.what))), upstream.title_of(data))
 
 
-def _manifest(ctx: Context, wish: Wish, fetched: Fetched, old: Manifest | None) -> Manifest:
-    """The manifest as it is to be: what was fetched, and what people wrote about it."""
+def _manifest(ctx: Context, ref: PatchRef, fetched: Fetched, old: Manifest | None) -> Manifest:
+    """The new manifest: what was fetched, and what people wrote into the old one."""
     files: dict[str, TouchedFile] = {}
     for part in fetched.parts:
         had = files.get(part.path, TouchedFile(path=part.path))
         files[part.path] = TouchedFile(
             path=part.path, added=had.added + part.added, removed=had.removed + part.removed
         )
-    start = old or Manifest(id=wish.id, repo=wish.repo, source=wish.source(ctx))
+    start = old or Manifest(id=ref.id, repo=ref.repo, source=ref.source(ctx))
     return start.changed(
-        pr=int(wish.what) if wish.kind == "pr" else None,
+        pr=int(ref.what) if ref.kind == "pr" else None,
         title=fetched.title or start.title,
-        source=wish.source(ctx),
+        source=ref.source(ctx),
         status=PINNED,
         head=fetched.head,
         base=fetched.base,
@@ -172,14 +178,12 @@ def _manifest(ctx: Context, wish: Wish, fetched: Fetched, old: Manifest | None) 
 
 
 def _changes(old: Manifest, new: Manifest) -> Iterator[str]:
-    """In which ways a patch is not what was pinned, or known of it before it was; none if it is."""
+    """List how a patch differs from its pin, or from the size that was noted before it had one."""
     if not old.pinned:
-        if old.known is not None:
-            shape = (len(new.files), sum(f.added for f in new.files),
-                     sum(f.removed for f in new.files))  # fmt: skip
-            known = (old.known.files, old.known.added, old.known.removed)
-            if shape != known:
-                yield (f"known of it: {_shape(known)}; it is now: {_shape(shape)}")
+        size = Shape(files=len(new.files), added=sum(f.added for f in new.files),
+                     removed=sum(f.removed for f in new.files))  # fmt: skip
+        if old.known not in (None, size):
+            yield f"expected {old.known}; it is now {size}"
         return
     if old.sha256 == new.sha256:
         return
@@ -187,38 +191,18 @@ def _changes(old: Manifest, new: Manifest) -> Iterator[str]:
     if old.source != new.source:
         yield f"source {old.source} -> {new.source}"
     if old.head != new.head:
-        yield f"head {old.head or 'not known'} -> {new.head or 'not known'}"
-    before, after = ({f.path: f for f in m.files} for m in (old, new))
+        yield f"head {old.head or 'unknown'} -> {new.head or 'unknown'}"
+    before, after = ({f.path: f"+{f.added} -{f.removed}" for f in m.files} for m in (old, new))
     for path in dict.fromkeys((*before, *after)):
-        was, now = before.get(path), after.get(path)
-        if was != now:
-            yield f"{path}: {_counts(was)} -> {_counts(now)}"
+        if before.get(path) != after.get(path):
+            was, now = before.get(path, "not changed"), after.get(path, "not changed")
+            yield f"{path}: {was} -> {now}"
     if before == after:
-        yield "the same files with the same counts: look at the lines themselves"
+        yield "the same files and line counts: compare the lines themselves"
 
 
-def _shape(shape: tuple[int, int, int]) -> str:
-    files, added, removed = shape
-    return f"{files} file{'s' * (files != 1)}, +{added} -{removed}"
-
-
-def _counts(file: TouchedFile | None) -> str:
-    return f"+{file.added} -{file.removed}" if file else "not touched"
-
-
-def _moved(new: Manifest, path: Path, changes: tuple[str, ...]) -> LockError:
-    what = "pull request" if new.pr is not None else "patch"
-    return LockError(
-        f"the {what} moved: {new.name} is not what was pinned",
-        where="\n".join((shown(path), *changes)),
-        hint="look at what it is now; then accept it with --update (verdicts on the old one stay, "
-        "and say nothing of the new one)",
-        id="patch-moved",
-    )
-
-
-def _copied(made: Pinned, *, vendor: bool) -> Pinned:
-    """Keep a copy of the diff beside the manifest where that is wanted, or renew the one there."""
+def _vendored(made: Pinned, *, vendor: bool) -> Pinned:
+    """Store the diff beside the manifest if asked to, or update the one there."""
     copy = made.path.with_suffix(".diff")
     if not vendor and made.manifest.vendored is None:
         return made

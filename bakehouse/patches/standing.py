@@ -1,7 +1,8 @@
-"""How a recipe's patches stand: which of them are known, or were judged, to be unsound."""
+"""Patches of a recipe that are known, or were judged, to be unsound."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from bakehouse.context import Context
@@ -17,50 +18,42 @@ UNSOUND = ("experimental", "harmful")
 
 @dataclass(frozen=True)
 class Standing:
-    """One patch that has to be spoken of at every serve."""
+    """One unsound patch, reported at every serve."""
 
     patch: str
     word: str
     why: str
     verdict: PatchVerdict | None
     losses: frozenset[str] = frozenset()
-    """Signatures of lost features that the verdict found, where it is of this recipe and base."""
+    """Ids of lost-feature signatures that the verdict found, if it is of this recipe and base."""
 
     def line(self) -> str:
-        """The same for people."""
+        """One line for the console."""
         return f"{self.word.upper()} patch {self.patch}: {self.why}"
 
 
 def unsound(ctx: Context, lock: Lock, recipe: str) -> tuple[Standing, ...]:
-    """Patches of a lock that are experimental or harmful, by a verdict or by what is known.
+    """Return a lock's patches that are experimental or harmful, by a verdict or by their manifest.
 
-    A verdict on this recipe at this base counts before those on others; a verdict on another diff
-    does not count.
+    A verdict on this recipe at this base takes precedence over others; one on another diff does
+    not count. Manifests that cannot be read are skipped: loading the recipe reported them.
     """
     found = []
     for pin in lock.patches:
-        manifest = _manifest(ctx, pin)
-        if manifest is not None and (standing := _judge(manifest, pin, recipe)):
-            found.append(standing)
+        manifest = None
+        with suppress(BakehouseError):
+            folder = patches_folder(ctx.recipes)
+            manifest = find_manifest(folder, pin.repo, pin.id) if pin.repo else None
+        if manifest and (one := _standing(manifest, pin, recipe)):
+            found.append(one)
     return tuple(found)
 
 
-def _manifest(ctx: Context, pin: PatchPin) -> Manifest | None:
-    if pin.repo is None:
-        return None
-    try:
-        return find_manifest(patches_folder(ctx.recipes), pin.repo, pin.id)
-    except BakehouseError:
-        return None  # whoever needs it to be right has said so before
-
-
-def _judge(manifest: Manifest, pin: PatchPin, recipe: str) -> Standing | None:
-    of_this = [v for v in manifest.verdicts if v.sha256 == pin.file.sha256]
-    own = [v for v in of_this if (v.recipe, v.base) == (recipe, pin.base)]
-    said = (own or [v for v in of_this if v.word in UNSOUND])[-1:]
-    for verdict in said:
-        if verdict.word not in UNSOUND:
-            continue
+def _standing(manifest: Manifest, pin: PatchPin, recipe: str) -> Standing | None:
+    of_diff = [v for v in manifest.verdicts if v.sha256 == pin.file.sha256]
+    own = [v for v in of_diff if (v.recipe, v.base) == (recipe, pin.base)]
+    verdict = ([None] + (own or [v for v in of_diff if v.word in UNSOUND]))[-1]
+    if verdict and verdict.word in UNSOUND:
         reasons = "; ".join(verdict.reasons[:2]) or "see its manifest"
         where = f"judged with {verdict.recipe} at {verdict.base[:12]}, {verdict.date}"
         losses = _losses(verdict) if own and verdict.word == "experimental" else frozenset()
@@ -73,11 +66,8 @@ def _judge(manifest: Manifest, pin: PatchPin, recipe: str) -> Standing | None:
 
 
 def _losses(verdict: PatchVerdict) -> frozenset[str]:
-    """Read the losses that were measured; whatever else the file names there is no loss."""
+    """The measured losses of a verdict; other ids in the file are ignored."""
     named = verdict.evidence.get("losses")
-    if not isinstance(named, list | tuple):
-        return frozenset()
+    ids = map(str, named) if isinstance(named, list | tuple) else ()
     rows = catalogue().rows
-    return frozenset(
-        str(one) for one in named if str(one) in rows and rows[str(one)].severity == Severity.LOST
-    )
+    return frozenset(one for one in ids if one in rows and rows[one].severity == Severity.LOST)

@@ -1,4 +1,4 @@
-"""A patch tried on the sources of recipes: how it fits each, never in place."""
+"""Try a patch on the sources of recipes, never in place."""
 
 from __future__ import annotations
 
@@ -7,30 +7,25 @@ from dataclasses import dataclass
 
 from bakehouse.checks import Check, check
 from bakehouse.context import Context
-from bakehouse.errors import BakehouseError
+from bakehouse.errors import BakehouseError, HostError, PatchError
 from bakehouse.lock import ArchivePin, GitPin
 from bakehouse.patches.manifest import Fit as Allowed
 from bakehouse.ports.git import Git
 from bakehouse.recipe.load import Loaded
-from bakehouse.recipe.model import FULL_COMMIT, Source
-from bakehouse.recipe.patches import UPSTREAM, Patch
-from bakehouse.resolve import lock_path, read_lock
-from bakehouse.sources import archive, gitpin
-from bakehouse.sources.drift import source_drift
+from bakehouse.recipe.model import Recipe
+from bakehouse.recipe.patches import UPSTREAM
 from bakehouse.sources.fitting import Fit, try_patch
-from bakehouse.sources.mirror import commit_is_ready, mirror_folder
-from bakehouse.sources.patches import apply_patches, pin_patches
-from bakehouse.sources.tree import ensure_source, repository_of, source_is_here
-
-UNKNOWN = "unknown"
+from bakehouse.sources.patches import apply_patches, fit_hint, fit_id, loose_fit, pin_patches
+from bakehouse.sources.tree import repository_of
 
 
 @dataclass(frozen=True)
-class Tried:
-    """How a patch fits one recipe; where `fit` is None that is not known, and `why` says why."""
+class TrialResult:
+    """How a patch fits one recipe; `fit` is None if that is unknown, and `why` says why."""
 
     recipe: str
     base: str
+    """The commit (or, of an archive, the tree) it was tried on; empty if unknown."""
     fit: Fit | None
     why: str = ""
     allow: Allowed = "exact"
@@ -38,15 +33,15 @@ class Tried:
     @property
     def word(self) -> str:
         """The result in a word."""
-        return self.fit.word if self.fit else UNKNOWN
+        return self.fit.word if self.fit else "unknown"
 
     @property
     def good(self) -> bool:
-        """Whether it applies, as loosely as is allowed."""
+        """Whether it applies as loosely as is allowed."""
         return self.fit is not None and self.fit.good(self.allow)
 
     def check(self) -> Check:
-        """The same as a check."""
+        """Return the result as a check."""
         seen = "; ".join((self.fit.word, *self.fit.notes[:1])) if self.fit else None
         where = f"{self.recipe} at {self.base[:12]}" if self.base else self.recipe
         expected = "applies" if self.allow == "exact" else f"applies, {self.allow} allowed"
@@ -54,111 +49,84 @@ class Tried:
             where = f"{where}: {self.why}"
         return check(f"patch.{self.recipe}", expected, seen, where, ok=self.good)
 
+    def lines(self, name_width: int, word_width: int) -> list[str]:
+        """Return the result as a table row, and its notes."""
+        tail = f"  at {self.base[:12]}" if self.fit else f"  {self.why}"
+        if loose_fit(self.word) and not self.good:
+            tail += "  (refused unless allowed)"
+        row = f"{self.recipe:{name_width}}  {self.word:{word_width}}{tail}"
+        return [row, *(f"    {note}" for note in (self.fit.notes if self.fit else ()))]
+
+    def error(self, key: str) -> BakehouseError:
+        """The error for a patch that does not go with the one recipe that was named."""
+        if self.fit is None:
+            return HostError(
+                f"cannot tell whether patch {key} applies to recipe {self.recipe}: {self.why}",
+                where=self.recipe, id="patch-not-tried",
+                hint=f"run 'invoke fetch --recipe {self.recipe}' first; for an image, --judge "
+                "builds the derived one and thereby tries the patch",
+            )  # fmt: skip
+        return PatchError(
+            f"patch {key} on recipe {self.recipe}: {self.word}",
+            where="\n".join((f"at {self.base}", *self.fit.notes)),
+            hint=fit_hint(self.fit), id=fit_id(self.fit),
+        )  # fmt: skip
+
+
+def table(rows: Sequence[TrialResult]) -> list[str]:
+    """Return the results of several recipes as a table."""
+    widths = [max((len(text) for text in column), default=0)
+              for column in ([r.recipe for r in rows], [r.word for r in rows])]  # fmt: skip
+    return [line for row in rows for line in row.lines(*widths)]
+
 
 def engine_of(repo: str) -> str:
-    """The engine that a repository, or a fork of it by the same name, is the source of."""
+    """The engine whose upstream repository, or a fork of the same name, this is."""
     name = repo.rpartition("/")[2]
     return next((e for e, up in UPSTREAM.items() if up.endswith(f"/{name}")), "llama.cpp")
 
 
-class Trials:
-    """One patch, tried on the sources of any number of recipes; each source is looked at once.
+class PatchTrial:
+    """One patch, tried on the sources of any number of recipes; the same source is tried once.
 
-    `key` is how a lock would name the patch. With `fetch` a source that is not here is fetched;
-    without, the result is unknown.
+    `key` is its name in a lock, `OWNER/NAME#ID`.
     """
 
-    def __init__(self, ctx: Context, key: str, data: bytes, *, allow: Allowed, fetch: bool) -> None:
+    def __init__(self, ctx: Context, key: str, data: bytes, *, allow: Allowed) -> None:
         self._ctx = ctx
         self._git = Git(ctx.processes, ctx.environment)
         self._key = key
         self._data = data
         self._allow: Allowed = allow
-        self._fetch = fetch
-        self._here: dict[str, bool] = {}
         self._fits: dict[tuple[str, ...], Fit] = {}
 
-    def on(self, loaded: Loaded) -> Tried:
-        """Try it after the recipe's own patches that come before it.
+    def allowed(self, recipe: Recipe) -> Allowed:
+        """How loosely it may fit: by the flag, else by the recipe's own entry of it."""
+        place = self._place(recipe)
+        return (
+            self._allow if place is None or self._allow != "exact" else recipe.patches[place].allow
+        )
 
-        Raises PatchError for what is no patch at all.
+    def _place(self, recipe: Recipe) -> int | None:
+        keys = [patch.key(recipe.engine) for patch in recipe.patches]
+        return keys.index(self._key) if self._key in keys else None
+
+    def apply_to(self, loaded: Loaded, source: GitPin | ArchivePin) -> TrialResult:
+        """Try it on a source that is on this machine, after the patches before it in the recipe.
+
+        If those do not apply, or the patch is invalid, the result is unknown, with the reason.
         """
-        recipe = loaded.recipe
-        before, own = _before(recipe.patches, self._key, recipe.engine)
-        allow = own.allow if own and self._allow == "exact" else self._allow
-        base = ""
+        recipe, allow = loaded.recipe, self.allowed(loaded.recipe)
+        base = source.commit if isinstance(source, GitPin) else source.tree
         try:
-            source = self._source(loaded)
-            if isinstance(source, str):
-                return Tried(recipe.name, "", None, source, allow)
-            base = base_of(source)
-            pins = pin_patches(self._ctx, loaded.folder, before, recipe.engine)
+            pins = pin_patches(
+                self._ctx, loaded.folder, recipe.patches[: self._place(recipe)], recipe.engine
+            )
             known = (base, *(f"{pin.file.sha256} {pin.allow}" for pin in pins))
             if known not in self._fits:
                 repository = repository_of(self._ctx.places, source)
                 tree = apply_patches(self._ctx, self._git, repository, source.tree, pins)
-                fit = try_patch(self._git, repository, tree, self._data, self._key)
-                self._fits[known] = fit
+                self._fits[known] = try_patch(self._git, repository, tree, self._data, self._key)
         except BakehouseError as error:
-            return Tried(recipe.name, base, None, error.what, allow)
-        return Tried(recipe.name, base, self._fits[known], allow=allow)
-
-    def _source(self, loaded: Loaded) -> GitPin | ArchivePin | str:
-        """The source at the recipe's pinned commit, here; or why it is not."""
-        ctx, wanted = self._ctx, loaded.recipe.tree
-        if wanted is None:
-            return "it runs an image: a patch becomes a layer of a derived one"
-        lock = read_lock(lock_path(loaded.path))
-        pin = lock.source if lock and not source_drift(loaded.recipe, lock) else None
-        if pin is None and self._fetch:
-            if wanted.archive:
-                return archive.pin_archive(ctx, self._git, wanted.archive, loaded.folder)
-            return gitpin.pin_git(ctx, self._git, wanted)
-        if pin is None:
-            return _without_lock(ctx, self._git, wanted)
-        if self._fetch:
-            ensure_source(ctx, self._git, pin)
-            return pin
-        base = base_of(pin)
-        if base not in self._here:
-            self._here[base] = source_is_here(ctx, self._git, pin)
-        return pin if self._here[base] else "its source is not on this machine"
-
-
-def base_of(source: GitPin | ArchivePin) -> str:
-    """What a patch is applied to: a commit, or the tree of an archive."""
-    return source.commit if isinstance(source, GitPin) else source.tree
-
-
-def _before(
-    patches: Sequence[Patch], key: str, engine: str
-) -> tuple[tuple[Patch, ...], Patch | None]:
-    """The patches that come before this one, and the recipe's own entry of it."""
-    for place, patch in enumerate(patches):
-        if patch.key(engine) == key:
-            return tuple(patches[:place]), patch
-    return tuple(patches), None
-
-
-def _without_lock(ctx: Context, git: Git, wanted: Source) -> GitPin | str:
-    """A git source whose commit is written out and already here."""
-    if wanted.git and wanted.commit and FULL_COMMIT.fullmatch(wanted.commit):
-        mirror = mirror_folder(ctx.places, wanted.git)
-        if commit_is_ready(git, mirror, wanted.commit):
-            tree = git.object_id(mirror, f"{wanted.commit}^{{tree}}")
-            return GitPin(url=wanted.git, commit=wanted.commit, tree=tree, date=0)
-    return "its source is not on this machine, and it has no lock"
-
-
-def table(rows: Sequence[Tried]) -> list[str]:
-    """How a patch fits each recipe, for people."""
-    width = max((len(row.recipe) for row in rows), default=0)
-    words = max((len(row.word) for row in rows), default=0)
-    lines = []
-    for row in rows:
-        note = "" if row.good or row.fit is None else "  (refused unless allowed)"
-        note = note if row.word in ("applies with offset", "applies with fuzz") else ""
-        tail = f"  {row.why}" if row.fit is None else f"  at {row.base[:12]}{note}"
-        lines.append(f"{row.recipe:{width}}  {row.word:{words}}{tail}")
-        lines += [f"    {line}" for line in (row.fit.notes if row.fit else ())]
-    return lines
+            return TrialResult(recipe.name, base, None, error.what, allow)
+        return TrialResult(recipe.name, base, self._fits[known], allow=allow)

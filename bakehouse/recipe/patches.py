@@ -1,4 +1,4 @@
-"""How a recipe names a patch."""
+"""A recipe's entry for a patch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bakehouse.recipe.fields import Hub, PatchId, Sha256
 from bakehouse.recipe.scalars import Filled, Misplaced, Whole
 
 UPSTREAM = {"llama.cpp": "ggml-org/llama.cpp", "vllm": "vllm-project/vllm"}
-"""The repository that an engine's pull requests are made to."""
+"""The upstream repository of each engine."""
 
 
 class Patch(Frozen):
@@ -43,11 +43,11 @@ class Patch(Frozen):
 
     @property
     def pinned_id(self) -> str | None:
-        """Its id among the pinned patches; None for a file."""
+        """Its id among pinned patches; None for a file."""
         return str(self.pr) if self.pr is not None else self.id
 
     def key(self, engine: str) -> str:
-        """How a lock names it: the file's path, or `OWNER/NAME#ID`."""
+        """Its name in a lock: the file's path, or `OWNER/NAME#ID`."""
         if self.file:
             return self.file
         return f"{self.repo or UPSTREAM[engine]}#{self.pinned_id}"

@@ -1,7 +1,7 @@
-"""Whether a patch fits a source: tried in a scratch index, never in place, all or nothing.
+"""Try a patch on a git tree: in a scratch index, never in place, all or nothing.
 
-Git applies a hunk where it says, or elsewhere in the file where all its lines stand (an *offset*).
-It has no fuzz of its own; `-C1` makes it content with one line of context on either side, which is
+Git applies a hunk where its header says, or elsewhere in the file where all its lines match (an
+*offset*). It has no fuzz of its own; `-C1`, which needs one line of context on either side only, is
 what is called *fuzz* here.
 """
 
@@ -21,7 +21,6 @@ from bakehouse.ports.git import COMMIT, Git, GitFailed
 from bakehouse.redact import clean
 from bakehouse.sources.diffs import FilePart, Hunk, read_diff
 
-APPLIES: Literal["applies"] = "applies"
 Word = Literal[
     "applies",
     "applies with offset",
@@ -30,135 +29,137 @@ Word = Literal[
     "partly upstream",
     "conflicts",
 ]
-_NEEDS: Mapping[str, tuple[str, ...]] = {
+_ALLOWED_BY: Mapping[str, tuple[str, ...]] = {
     "applies": ("exact", "offset", "fuzz"),
     "applies with offset": ("offset", "fuzz"),
     "applies with fuzz": ("fuzz",),
 }
-"""By what may be allowed, which words count as applying."""
-LOOSE = ("-C1",)
+_FUZZ = "-C1"
 _REDUCED = re.compile(r"Context reduced to \((\d+)/(\d+)\) to apply fragment at (\d+)")
-_CLASH = "appears as both a file and as a directory"
-SHOWN = 3
-"""Lines that differ, shown for a hunk."""
+MAX_DIFFERENCES = 6
+"""Most lines that differ to show for a hunk."""
 MAX_LINE = 90
+"""Most characters of such a line."""
 
 
 class Fit(Frozen):
-    """How a patch fits one tree."""
+    """The result of trying a patch on one tree."""
 
     word: Word
     tree: str | None = None
-    """Git tree id of the result; None where it does not apply."""
+    """Git tree id of the result; None if it does not apply."""
     notes: tuple[str, ...] = ()
-    """What to show of it: offsets, reduced context, hunks that conflict, lines that differ."""
+    """Offsets, reduced context, hunks in conflict, lines that differ."""
     line: int = 0
-    """Line of the patch where the first hunk stands that does not fit; 0 where all do."""
+    """Line of the patch with the first hunk in conflict; 0 without one."""
 
     def good(self, allow: Allowed = "exact") -> bool:
-        """Whether it applies, as loosely as is allowed."""
-        return allow in _NEEDS.get(self.word, ())
+        """Whether it applies as loosely as `allow` permits."""
+        return allow in _ALLOWED_BY.get(self.word, ())
 
 
 def try_patch(git: Git, repository: Path, tree: str, data: bytes, name: str) -> Fit:
-    """Try a patch on a tree of a bare repository. Nothing changes but that a tree may be added.
+    """Try a patch on a tree of a bare repository, to which at most the resulting tree is added.
 
-    Raises PatchError for what is no patch at all, or changes a submodule.
+    Raises PatchError for an invalid patch, or one that changes a link or a submodule.
     """
     parts = read_diff(data, name)
     with tempfile.TemporaryDirectory(prefix="bakehouse-index-") as scratch:
-        trial = _Trial(
-            git, repository, tree, {"GIT_INDEX_FILE": str(Path(scratch, "index"))}, parts
-        )
-        exact = trial.apply(data)
-        back = trial.apply(data, "--reverse")
+        index = {"GIT_INDEX_FILE": str(Path(scratch, "index"))}
+        trial = _Trial(git, repository, tree, index, parts)
+        exact = trial.check(data)
+        back = trial.check(data, "--reverse")
         if exact is not None and not exact:
-            return trial.fit(APPLIES, data)
+            return trial.fit("applies", data)
         if back is not None and (not back or exact is None):
-            return Fit(word="already upstream", notes=("all of it is in the source already",))
+            return Fit(word="already upstream", notes=("all of it is already in the source",))
         if exact is not None:
             return trial.fit("applies with offset", data, exact)
-        loose = trial.apply(data, *LOOSE)
+        loose = trial.check(data, _FUZZ)
         if loose is not None:
-            return trial.fit("applies with fuzz", data, loose, *LOOSE)
-        return _part_by_part(trial, parts)
+            return trial.fit("applies with fuzz", data, loose, _FUZZ)
+        return _explain_conflicts(trial, parts)
 
 
 class _Trial:
-    """A scratch index with one tree in it, on which diffs are tried."""
+    """A scratch index that holds one tree, on which diffs are tried."""
 
     def __init__(
-        self,
-        git: Git,
-        repository: Path,
-        tree: str,
-        extra: Mapping[str, str],
+        self, git: Git, repository: Path, tree: str, index: Mapping[str, str],
         parts: Sequence[FilePart],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.parts = parts
         self.git = git
         self.repository = repository
         self.tree = tree
-        self.extra = extra
-        self.why: GitFailed | None = None
-        """Why the last diff did not apply."""
-        self._ask("read-tree", tree)
+        self.index = index
+        self.failure: GitFailed | None = None
+        """Of the last diff that did not apply."""
+        self.ask("read-tree", tree)
 
-    def _ask(self, *arguments: str, stdin: bytes | None = None) -> str:
-        return self.git.ask(self.repository, *arguments, stdin=stdin, extra=self.extra)
+    def ask(self, *arguments: str, stdin: bytes | None = None) -> str:
+        return self.git.ask(self.repository, *arguments, stdin=stdin, extra=self.index)
 
-    def apply(self, data: bytes, *how: str) -> tuple[str, ...] | None:
-        """What git notes when the diff is applied; empty where all is as it says, None if not."""
-        command = ("apply", "--cached", "--whitespace=nowarn", "--check", "--verbose", *how, "-")
+    def check(self, data: bytes, *options: str) -> tuple[str, ...] | None:
+        """Return git's notes on how a diff applies, empty for exactly; None if it does not."""
+        command = ("apply", "--cached", "--whitespace=nowarn", "--check", "--verbose", *options)
         try:
-            _, said = self.git.ask_both(self.repository, *command, stdin=data, extra=self.extra)
+            _, messages = self.git.ask_both(
+                self.repository, *command, "-", stdin=data, extra=self.index
+            )
         except GitFailed as error:
-            self.why = error
+            self.failure = error
             return None
-        return _notes(said, self.parts)
+        return _notes(messages, self.parts)
 
-    def fit(self, word: Word, data: bytes, notes: tuple[str, ...] = (), how: str = "") -> Fit:
-        """Apply what `--check` found to fit, which does not see all: a file where a folder is."""
+    def fit(self, word: Word, data: bytes, notes: tuple[str, ...] = (), *options: str) -> Fit:
+        """Apply a diff that passed `check`, which overlooks a file in the place of a folder."""
         try:
-            return Fit(word=word, tree=self.result(data, *filter(None, [how])), notes=notes)
+            self.ask("apply", "--cached", "--whitespace=nowarn", *options, "-", stdin=data)
+            tree = self.ask("write-tree").strip()
         except GitFailed as error:
-            if _CLASH not in error.said:
+            if "appears as both a file and as a directory" not in error.said:
                 raise
-            return Fit(word="conflicts", notes=(_told(error), *notes))
+            return Fit(word="conflicts", notes=(_whole_failure(error), *notes))
+        if not COMMIT.fullmatch(tree):
+            raise PatchError("git wrote no tree for the patched source", where=str(self.repository))
+        self._refuse_special(tree)
+        return Fit(word=word, tree=tree, notes=notes)
 
-    def result(self, data: bytes, *how: str) -> str:
-        """Apply it to the index and give the tree that results."""
-        self._ask("apply", "--cached", "--whitespace=nowarn", *how, "-", stdin=data)
-        made = self._ask("write-tree").strip()
-        if not COMMIT.fullmatch(made):
-            raise PatchError("git gave no tree for the patched source", where=str(self.repository))
-        _same_special(self.git, self.repository, (self.tree, made))
-        return made
+    def _refuse_special(self, made: str) -> None:
+        """Refuse a changed link or submodule, also where the diff itself does not say so.
 
-    def reason(self, path: str, hunk: Hunk) -> str:
+        A plain diff of a path that is a link in the tree changes its target. Submodules are pinned
+        from the tree without patches.
+        """
+        rows = self.ask("diff-tree", "-r", "--raw", "--no-renames", self.tree, made).splitlines()
+        special = [
+            clean(row) for row in rows
+            if {"120000", "160000"} & set(row[1:].split(" ")[:2]) or row.endswith("\t.gitmodules")
+        ]  # fmt: skip
+        if special:
+            raise PatchError(
+                "the patch changes a symbolic link or a submodule", where="\n".join(special),
+                hint="patches may change plain files only", id="patch-special",
+            )  # fmt: skip
+
+    def reason(self, hunk: Hunk, path: str) -> str:
         """Why the last diff, of one hunk, did not apply."""
-        said = self.why.first().removeprefix("error: ") if self.why else ""
-        if said.startswith(("patch failed", "while searching")):
+        message = self.failure.first().removeprefix("error: ") if self.failure else ""
+        if message.startswith(("patch failed", "while searching")):
             return f"does not fit {path}:{hunk.begins}"
-        return f"does not fit: {clean(said, one_line=True)}"
-
-    def text(self, path: str) -> list[str] | None:
-        """A file's lines; None where it is not there."""
-        try:
-            return self._ask("cat-file", "blob", f"{self.tree}:{path}").splitlines()
-        except GitFailed:
-            return None
+        return f"does not fit: {clean(message, one_line=True)}"
 
 
-def _notes(said: str, parts: Sequence[FilePart]) -> tuple[str, ...]:
-    """Offsets and reduced contexts in what git says, each with its file.
+def _notes(messages: str, parts: Sequence[FilePart]) -> tuple[str, ...]:
+    """Collect offsets and reduced contexts from git's messages, each with its file.
 
     The offset is computed from where the hunk landed: with reduced context git's own is wrong.
     """
     found: list[str] = []
     queue, part, last = list(parts), None, (0, 0)
     file = ""
-    for line in clean(said).splitlines():
+    for line in clean(messages).splitlines():
         if checking := re.match(r"Checking patch (.+)\.\.\.$", line):
             file, last = checking[1].partition(" => ")[2] or checking[1], (0, 0)
             part = queue.pop(0) if queue else None
@@ -167,11 +168,11 @@ def _notes(said: str, parts: Sequence[FilePart]) -> tuple[str, ...]:
             found.append(_landed(file, part, *last))
         elif less := _REDUCED.match(line):
             before, after, place = map(int, less.groups())
-            if last[1] == place:  # what git said of this hunk just now counts what is left out
+            if last[1] == place:  # git's message before this one counts the lines left out as well
                 found.pop()
                 found += filter(None, [_landed(file, part, *last, kept=before)])
             found.append(
-                f"{file}:{place}: of its context {before} lines before and {after} after fit"
+                f"{file}:{place}: only {before} context lines before and {after} after fit"
             )
     return tuple(found)
 
@@ -179,7 +180,7 @@ def _notes(said: str, parts: Sequence[FilePart]) -> tuple[str, ...]:
 def _landed(
     file: str, part: FilePart | None, number: int, place: int, kept: int | None = None
 ) -> str:
-    """Where a hunk landed, `kept` lines of context before it; empty where it says so itself."""
+    """Where a hunk landed, with `kept` lines of context before it; empty for where it should."""
     if part is None or number > len(part.hunks):
         return f"hunk {number} of {file}: at line {place}"
     hunk = part.hunks[number - 1]
@@ -188,84 +189,57 @@ def _landed(
     return f"hunk {number} of {file}: at line {begin}, offset {offset:+}" if offset else ""
 
 
-def _part_by_part(trial: _Trial, parts: Sequence[FilePart]) -> Fit:
-    """Judge each hunk by itself: which are in the source already, which do not fit it."""
+def _explain_conflicts(trial: _Trial, parts: Sequence[FilePart]) -> Fit:
+    """Try each hunk alone: which are in the source already, which do not fit, and why."""
     conflicts: list[str] = []
     upstream: list[str] = []
-    total, line, whole = 0, 0, trial.why
+    line, whole = 0, trial.failure
     for part in parts:
         for number, hunk in enumerate(part.hunks, 1):
-            total += 1
-            alone = part.alone(hunk)
-            name = f"hunk {number} of {len(part.hunks)}"
-            if trial.apply(alone, "--reverse") is not None:
-                upstream.append(f"{name} of {part.path} is in the source already")
-            elif trial.apply(alone) is None:
+            alone, name = part.alone(hunk), f"hunk {number} of {len(part.hunks)}"
+            if trial.check(alone, "--reverse") is not None:
+                upstream.append(f"{name} of {part.path} is already in the source")
+            elif trial.check(alone) is None:
                 line = line or hunk.line
-                conflicts.append(f"{name} {trial.reason(part.path, hunk)}")
-                conflicts += _differing(trial, hunk)
+                conflicts += (f"{name} {trial.reason(hunk, part.path)}", *_differences(trial, hunk))
     if upstream and not conflicts:
-        count = f"{len(upstream)} of its {total} hunks are in the source already"
+        total = sum(len(part.hunks) for part in parts)
+        count = f"{len(upstream)} of its {total} hunks are already in the source"
         return Fit(word="partly upstream", notes=(count, *upstream))
     if not conflicts and whole:
-        conflicts.append(_told(whole))
+        conflicts.append(_whole_failure(whole))
     return Fit(word="conflicts", notes=(*conflicts, *upstream), line=line)
 
 
-def _told(error: GitFailed) -> str:
-    """What git says against a whole patch each of whose hunks fits by itself, in a line."""
+def _whole_failure(error: GitFailed) -> str:
+    """Git's message on a whole patch each of whose hunks fits alone, in one line."""
     if failed := re.search(r"^error: patch failed: (.+)$", error.said, re.MULTILINE):
-        return f"does not fit {clean(failed[1], one_line=True)} once what comes before it is in"
+        return f"does not fit {clean(failed[1], one_line=True)} after the patch's earlier parts"
     return clean(error.first().removeprefix("error: "), one_line=True)
 
 
-def _differing(trial: _Trial, hunk: Hunk) -> list[str]:
-    """The lines of a hunk that the source has otherwise, where the hunk fits best."""
-    there = trial.text(hunk.file)
-    if there is None:
+def _differences(trial: _Trial, hunk: Hunk) -> list[str]:
+    """The lines that differ between a hunk and the source, at the place where most agrees."""
+    try:
+        source = trial.ask("cat-file", "blob", f"{trial.tree}:{hunk.file}").splitlines()
+    except GitFailed:
         return [f"    {hunk.file} is not in the source"]
     wanted = [row.decode(errors="replace").rstrip("\r") for row in hunk.side(b"-")]
-    match = difflib.SequenceMatcher(None, wanted, there, autojunk=False).find_longest_match()
+    match = difflib.SequenceMatcher(None, wanted, source, autojunk=False).find_longest_match()
     begin = match.b - match.a if match.size else hunk.begins - 1
-    begin = max(0, min(begin, len(there)))
-    window = there[begin : begin + len(wanted)]
-    shown = []
-    for op, a, a_end, b, b_end in difflib.SequenceMatcher(
-        None, wanted, window, autojunk=False
-    ).get_opcodes():
-        if op == "equal":
-            continue
-        shown += [
-            f"    {hunk.file}:{begin + b + 1}: the patch has  {_cut(x)}" for x in wanted[a:a_end]
-        ]
-        shown += [
-            f"    {hunk.file}:{begin + b + n + 1}: the source has {_cut(x)}"
-            for n, x in enumerate(window[b:b_end])
-        ]
-    more = len(shown) - 2 * SHOWN
-    return shown if more <= 0 else [*shown[: 2 * SHOWN], f"    and {more} lines more"]
+    begin = max(0, min(begin, len(source)))
+    window = source[begin : begin + len(wanted)]
+    rows = []
+    matcher = difflib.SequenceMatcher(None, wanted, window, autojunk=False)
+    for kind, a, a_end, b, b_end in matcher.get_opcodes():
+        if kind != "equal":
+            rows += [(b + 1, "the patch has ", text) for text in wanted[a:a_end]]
+            rows += [(n, "the source has", text) for n, text in enumerate(window[b:b_end], b + 1)]
+    shown = [f"    {hunk.file}:{begin + n}: {who} {_cut(text)}" for n, who, text in rows]
+    more = len(shown) - MAX_DIFFERENCES
+    return shown if more <= 0 else [*shown[:MAX_DIFFERENCES], f"    and {more} more lines"]
 
 
 def _cut(text: str) -> str:
     safe = clean(text, one_line=True)
     return safe if len(safe) <= MAX_LINE else safe[: MAX_LINE - 1] + "…"
-
-
-def _same_special(git: Git, repository: Path, trees: tuple[str, str]) -> None:
-    """Refuse patches that change a link or a submodule, also where the diff does not say so.
-
-    A plain diff of a path that is a link in the tree changes where it leads. Submodules are pinned
-    from the tree without patches.
-    """
-    before, after = (
-        {line for line in git.ask(repository, "ls-tree", "-r", tree).splitlines()
-         if line.startswith(("160000", "120000")) or line.endswith("\t.gitmodules")}
-        for tree in trees
-    )  # fmt: skip
-    if before != after:
-        raise PatchError(
-            "the patches change a symbolic link or a submodule",
-            where="\n".join(sorted(clean(line) for line in before ^ after)),
-            hint="patches may change plain files only",
-            id="patch-special",
-        )

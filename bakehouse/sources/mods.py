@@ -21,17 +21,17 @@ def pin_mods(folder: Path, mods: Sequence[Mod]) -> tuple[ModPin, ...]:
 
 
 def copy_mod(folder: Path, pin: ModPin, target: Path) -> None:
-    """Copy a mod as it is pinned. Raises LockError where it has changed since."""
+    """Copy a mod as pinned. Raises LockError if it has changed."""
     if _files(folder / pin.folder) != pin.files:
         raise LockError(
             f"the mod {clean(pin.folder)} is not what is pinned", where=str(folder / pin.folder),
-            hint="if the change is wanted, move the pin with 'invoke lock --update'",
+            hint="accept the change with 'invoke lock --update'",
             id="mod-changed",
         )  # fmt: skip
     for file in pin.files:
         data = (folder / pin.folder / file.path).read_bytes()
         if hashlib.sha256(data).hexdigest() != file.sha256:
-            raise LockError("the mod changes while it is read", where=file.path, id="mod-changed")
+            raise LockError("the mod changed while it was read", where=file.path, id="mod-changed")
         path = target / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -52,8 +52,8 @@ def _files(folder: Path) -> tuple[FilePin, ...]:
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_dir() or path.is_file()):
             raise LockError(
-                "a mod holds files only, and this is none", where=str(path), id="mod-kind",
-                hint="put the file itself there",
+                "a mod may contain regular files only", where=str(path), id="mod-kind",
+                hint="replace it by a copy of the file",
             )  # fmt: skip
         if path.is_file():
             data = path.read_bytes()
@@ -63,6 +63,6 @@ def _files(folder: Path) -> tuple[FilePin, ...]:
     if sum(file.size for file in found) > MAX_BYTES:
         raise LockError(
             f"the mod is larger than {MAX_BYTES // 2**20} MiB", where=where, id="mod-large",
-            hint="what is so large belongs into the base image",
+            hint="put large files into the base image",
         )  # fmt: skip
     return tuple(found)

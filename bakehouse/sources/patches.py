@@ -1,4 +1,4 @@
-"""Patches of a source tree: pinned by content, applied in their order, all or not at all."""
+"""Patches of a source tree: pinned by content, applied in order, all or none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bakehouse.ports.git import Git
 from bakehouse.recipe.faults import shown
 from bakehouse.recipe.patches import UPSTREAM, Patch
 from bakehouse.redact import clean
-from bakehouse.sources.diffs import MAX_BYTES, check_patch
+from bakehouse.sources.diffs import LARGE_HINT, MAX_BYTES, read_diff
 from bakehouse.sources.fitting import Fit, try_patch
 from bakehouse.sources.manifests import (
     find_manifest,
@@ -29,16 +29,16 @@ from bakehouse.util.files import write_atomic
 
 
 def stored(places: Places, sha256: str) -> Path:
-    """Where a pinned patch lies in the cache, so that a build needs no recipe folder."""
+    """Path of a pinned diff in the cache; with it a build needs no recipe folder."""
     return places.cache / "patches" / f"{sha256}.patch"
 
 
 def pin_patches(
     ctx: Context, folder: Path, patches: Sequence[Patch], engine: str = "llama.cpp"
 ) -> tuple[PatchPin, ...]:
-    """Pin a recipe's patches by content, in their order, and keep a copy of those that are files.
+    """Pin a recipe's patches by content, in order, and copy those that are files to the cache.
 
-    Raises PatchError, LockError, RecipeError (a manifest with faults), NotFound (no manifest).
+    Raises PatchError, LockError, RecipeError (an invalid manifest), NotFound (no manifest).
     """
     return tuple(
         _pin_file(ctx, folder, patch) if patch.file else _pin_manifest(ctx, patch, engine)
@@ -52,14 +52,8 @@ def _pin_file(ctx: Context, folder: Path, patch: Patch) -> PatchPin:
     data = read_patch(path)
     sha256 = hashlib.sha256(data).hexdigest()
     if patch.sha256 and patch.sha256 != sha256:
-        raise LockError(
-            f"the patch is not the one that the recipe names: sha256 {patch.sha256} expected, "
-            f"{sha256} found",
-            where=str(path),
-            hint="bring the patch back, or write its new sha256 into the recipe",
-            id="patch-changed",
-        )
-    check_patch(data, str(path))
+        raise _other_sha256("the patch", patch.sha256, f"{sha256} found", str(path))
+    read_diff(data, str(path))
     keep(ctx.places, sha256, data)
     pin = FilePin(path=name, size=len(data), sha256=sha256)
     return PatchPin(id=Path(name).stem, file=pin, allow=patch.allow)
@@ -72,13 +66,7 @@ def _pin_manifest(ctx: Context, patch: Patch, engine: str) -> PatchPin:
     if manifest.sha256 is None or manifest.size is None:
         raise not_pinned(manifest, path)
     if patch.sha256 and patch.sha256 != manifest.sha256:
-        raise LockError(
-            f"patch {key} is not the one that the recipe names: sha256 {patch.sha256} expected, "
-            f"{manifest.sha256} pinned",
-            where=path,
-            hint="look at what changed, then write its sha256 into the recipe",
-            id="patch-changed",
-        )
+        raise _other_sha256(f"patch {key}", patch.sha256, f"{manifest.sha256} pinned", path)
     return PatchPin(
         id=manifest.id,
         file=FilePin(path=key, size=manifest.size, sha256=manifest.sha256),
@@ -86,18 +74,24 @@ def _pin_manifest(ctx: Context, patch: Patch, engine: str) -> PatchPin:
     )  # fmt: skip
 
 
-def not_pinned(manifest: Manifest, path: str) -> LockError:
-    """Make the error for a patch of which only hearsay is known."""
+def _other_sha256(what: str, expected: str, found: str, where: str) -> LockError:
     return LockError(
-        f"patch {manifest.name} is not pinned yet",
-        where=path,
+        f"{what} is not the one in the recipe: expected sha256 {expected}, {found}", where=where,
+        hint="review the change; then restore the patch, or put its new sha256 into the recipe",
+        id="patch-changed",
+    )  # fmt: skip
+
+
+def not_pinned(manifest: Manifest, path: str) -> LockError:
+    """The error for a patch that has a manifest but no sha256 yet."""
+    return LockError(
+        f"patch {manifest.name} is not pinned yet", where=path, id="patch-unpinned",
         hint=f"run '{pin_command(manifest)}', which fetches it and writes its sha256 there",
-        id="patch-unpinned",
-    )
+    )  # fmt: skip
 
 
 def pin_command(manifest: Manifest) -> str:
-    """The command that pins a patch, as it can be typed."""
+    """The shell command that pins a patch."""
     usual = "" if manifest.repo == UPSTREAM["llama.cpp"] else f" --repo {manifest.repo}"
     if manifest.pr is not None:
         return f"invoke patch --pr {manifest.pr}{usual}"
@@ -114,79 +108,74 @@ def manifest_of(ctx: Context, patch: Patch, engine: str) -> Manifest:
 
 
 def keep(places: Places, sha256: str, data: bytes) -> None:
-    """Put a patch into the cache, where it is not there yet."""
+    """Store a diff in the cache unless it is there already."""
     path = stored(places, sha256)
     if not path.is_file() or path.read_bytes() != data:
         write_atomic(path, data)
 
 
 def bring_patches(ctx: Context, folder: Path, pins: Sequence[PatchPin]) -> None:
-    """See that each pinned patch is still what it was; files get a copy in the cache.
+    """Check that pinned patches are unchanged, and copy those that are files to the cache.
 
-    Nothing is fetched. Raises LockError `patch-changed` for a file, `patch-moved` for a manifest
-    that pins another diff by now.
+    Fetches nothing. Raises LockError `patch-changed` for a file, `patch-moved` if a manifest now
+    pins another diff.
     """
     for pin in pins:
         if pin.repo is not None:
-            _same_manifest(ctx, pin)
+            _check_manifest(ctx, pin)
             continue
         path = folder / Path(os.path.expanduser(pin.file.path))
         data = read_patch(path)
         sha256 = hashlib.sha256(data).hexdigest()
         if sha256 != pin.file.sha256:
             raise LockError(
-                f"the patch changed since it was pinned: sha256 {pin.file.sha256} expected, "
-                f"{sha256} found",
-                where=str(path),
-                hint="bring it back, or accept it with 'invoke lock --update'",
-                id="patch-changed",
-            )
+                f"the patch changed since it was pinned: expected sha256 {pin.file.sha256}, found "
+                f"{sha256}", where=str(path), id="patch-changed",
+                hint="restore it, or accept it with 'invoke lock --update'",
+            )  # fmt: skip
         keep(ctx.places, sha256, data)
 
 
-def _same_manifest(ctx: Context, pin: PatchPin) -> None:
+def _check_manifest(ctx: Context, pin: PatchPin) -> None:
     path = manifest_path(patches_folder(ctx.recipes), str(pin.repo), pin.id)
     manifest = read_manifest(path)
     if manifest.sha256 != pin.file.sha256:
         raise LockError(
-            f"the recipe and its lock differ: patch-moved: {pin.file.path} is pinned as sha256 "
-            f"{manifest.sha256 or 'nothing yet'}, locked is {pin.file.sha256}",
-            where=shown(path),
-            hint="bring the manifest back, or accept it with 'invoke lock --update'",
-            id="patch-moved",
-        )
+            f"the recipe and its lock differ: patch-moved: {pin.file.path} is now pinned as sha256 "
+            f"{manifest.sha256 or 'nothing yet'}, the lock has {pin.file.sha256}",
+            where=shown(path), id="patch-moved",
+            hint="restore the manifest, or accept it with 'invoke lock --update'",
+        )  # fmt: skip
 
 
 def read_patch(path: Path) -> bytes:
-    """Read a patch file, bounded; only a regular file, since a pipe would make us wait for ever."""
-    hint = "see that the path is right; those in a recipe are relative to the recipe"
+    """Read a patch file of at most MAX_BYTES; anything but a regular file could block for ever.
+
+    Raises NotFound, PatchError.
+    """
+    hint = "check the path; paths in a recipe are relative to the recipe"
+    where = clean(str(path), one_line=True)
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise PatchError("the patch is not a regular file", where=str(path), hint=hint)
+            raise PatchError("the patch is not a regular file", where=where, hint=hint)
         if status.st_size > MAX_BYTES:
-            raise PatchError(
-                f"the patch is larger than {MAX_BYTES // 2**20} MiB", where=str(path),
-                hint="so large a change is a branch: make its commit the recipe's source",
-                id="patch-large",
-            )  # fmt: skip
+            what = f"the patch is larger than {MAX_BYTES // 2**20} MiB"
+            raise PatchError(what, where=where, hint=LARGE_HINT, id="patch-large")
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        where = clean(str(path), one_line=True)
         raise NotFound.named("patch", path.name, where=where, hint=hint) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise PatchError(
-            f"the patch cannot be read: {why}", where=clean(str(path), one_line=True), hint=hint
-        ) from error
+        raise PatchError(f"cannot read the patch: {why}", where=where, hint=hint) from error
 
 
 def kept_diff(ctx: Context, sha256: str, vendored: Path | None = None) -> bytes | None:
-    """A pinned diff from the cache, or from beside its manifest; None where it is in neither.
+    """Return a pinned diff from the cache or from beside its manifest; None if in neither.
 
-    A damaged copy in the cache is removed; HostError where there is no other.
+    A corrupt copy in the cache is deleted. Raises HostError if there was no other.
     """
-    path, damaged = stored(ctx.places, sha256), False
+    path, corrupt = stored(ctx.places, sha256), False
     for place in filter(None, (path, vendored)):
         try:
             data = place.read_bytes()
@@ -197,100 +186,88 @@ def kept_diff(ctx: Context, sha256: str, vendored: Path | None = None) -> bytes 
             return data
         if place == path:
             path.unlink(missing_ok=True)
-            damaged = True
-    if damaged:
+            corrupt = True
+    if corrupt:
         raise HostError(
-            "the kept copy of a patch was damaged on disk and has been removed",
-            where=str(path),
-            hint="run it again; if it comes back, check the disk",
-        )
+            "the cached copy of a patch was corrupt and has been deleted", where=str(path),
+            hint="run it again; if it happens again, check the disk",
+        )  # fmt: skip
     return None
 
 
 def diff_of(ctx: Context, pin: PatchPin) -> bytes:
-    """The pinned diff: from the cache, from beside its manifest, or fetched and held to its hash.
+    """Return a pinned diff: cached, vendored, or fetched and verified.
 
-    Raises LockError where it is nowhere, or where what comes is another one.
+    Raises LockError if it is nowhere, or if the fetched one differs; PatchError.
     """
-    vendored = vendored_path(ctx, pin)
+    vendored = None
+    if pin.repo is not None:
+        path = manifest_path(patches_folder(ctx.recipes), pin.repo, pin.id)
+        vendored = path.with_suffix(".diff")
     if (data := kept_diff(ctx, pin.file.sha256, vendored)) is not None:
         return data
     if pin.repo is None or pin.source is None:
         raise LockError(
-            f"the pinned patch {pin.id} is not at hand",
+            f"the pinned patch {pin.id} is not in the cache", id="patch-missing",
             where=f"{pin.file.path}, sha256 {pin.file.sha256}",
-            hint="run 'invoke fetch' for the recipe, which keeps a copy of its patches",
-            id="patch-missing",
-        )
-    data = fetch_again(ctx, pin)
+            hint="run 'invoke fetch' for the recipe, which copies its patches there",
+        )  # fmt: skip
+    data = _fetch_again(ctx, pin)
     found = hashlib.sha256(data).hexdigest()
-    if found != pin.file.sha256 and (old := _of_old_head(ctx, pin)) is not None:
+    if found != pin.file.sha256 and (old := _fetch_old_head(ctx, pin)) is not None:
         data, found = old, pin.file.sha256
     if found != pin.file.sha256:
         raise LockError(
-            f"patch {pin.file.path} moved: sha256 {pin.file.sha256} is pinned, {found} came",
-            where=pin.source,
-            hint="what was pinned is not to be had any more: look at what changed with "
-            "'invoke patch', accept it with its --update, then 'invoke lock --update'",
-            id="patch-moved",
-        )
+            f"patch {pin.file.path} moved: sha256 {pin.file.sha256} is pinned, the host now has "
+            f"{found}", where=pin.source, id="patch-moved",
+            hint="the pinned diff is no longer available: review the new one with 'invoke patch', "
+            "accept it with its --update, then 'invoke lock --update'",
+        )  # fmt: skip
     keep(ctx.places, found, data)
     return data
 
 
-def _of_old_head(ctx: Context, pin: PatchPin) -> bytes | None:
-    """The pinned diff of a pull request that was pushed to since, where its old head is left."""
+def _fetch_again(ctx: Context, pin: PatchPin) -> bytes:
+    """Fetch a diff from its source. Raises PatchError, LockError."""
+    from bakehouse.sources import upstream  # only a first build after a clone needs the network
+
+    source, repo = str(pin.source), str(pin.repo)
+    *_, kind, name = ("", *source.rstrip("/").split("/"))
+    if kind == "pull" and name == pin.id:
+        return upstream.get_diff(ctx, upstream.pull_address(ctx.environment, repo, int(pin.id)))
+    if kind == "commit":
+        return upstream.get_diff(ctx, upstream.commit_address(ctx.environment, repo, name))
+    if "://" in source:
+        return upstream.fetch_address(ctx, source).data
+    raise LockError(
+        f"the pinned patch {pin.file.path} is not in the cache, and came from a file",
+        where=f"{source}, sha256 {pin.file.sha256}", id="patch-missing",
+        hint=f"'invoke patch --file {source} --vendor' stores it beside its manifest",
+    )  # fmt: skip
+
+
+def _fetch_old_head(ctx: Context, pin: PatchPin) -> bytes | None:
+    """The pinned diff of a pull request that was pushed to since, if its old head still exists."""
     from bakehouse.sources import upstream
 
     manifest = find_manifest(patches_folder(ctx.recipes), str(pin.repo), pin.id)
     if manifest is None or None in (manifest.pr, manifest.base, manifest.head):
         return None
-    page = f"{upstream.host_of(ctx.environment)}/{manifest.repo}/compare"
+    host = f"{upstream.host_of(ctx.environment)}/{manifest.repo}"
     try:
-        data = upstream.get(
-            ctx, f"{page}/{manifest.base}...{manifest.head}.diff{upstream.FULL_INDEX}"
-        )
+        data = upstream.get_diff(ctx, f"{host}/compare/{manifest.base}...{manifest.head}")
     except PatchError:
         return None
     return data if hashlib.sha256(data).hexdigest() == pin.file.sha256 else None
 
 
-def vendored_path(ctx: Context, pin: PatchPin) -> Path | None:
-    """Where a pinned diff would lie beside its manifest."""
-    if pin.repo is None:
-        return None
-    return manifest_path(patches_folder(ctx.recipes), pin.repo, pin.id).with_suffix(".diff")
-
-
-def fetch_again(ctx: Context, pin: PatchPin) -> bytes:
-    """Fetch a diff from where it was fetched when it was pinned. Raises PatchError, LockError."""
-    from bakehouse.sources import upstream  # only a first build after a clone needs the network
-
-    source, repo = str(pin.source), str(pin.repo)
-    tail = source.rstrip("/").split("/")
-    if tail[-2:-1] == ["pull"] and tail[-1] == pin.id:
-        page = upstream.pull_address(ctx.environment, repo, int(pin.id))
-        return upstream.get(ctx, f"{page}.diff{upstream.FULL_INDEX}")
-    if tail[-2:-1] == ["commit"]:
-        page = upstream.commit_address(ctx.environment, repo, tail[-1])
-        return upstream.get(ctx, f"{page}.diff{upstream.FULL_INDEX}")
-    if "://" in source:
-        return upstream.fetch_address(ctx, source).data
-    raise LockError(
-        f"the pinned patch {pin.file.path} is not at hand: it came from a file",
-        where=f"{source}, sha256 {pin.file.sha256}",
-        hint=f"'invoke patch --file {source} --vendor' keeps it beside its manifest",
-        id="patch-missing",
-    )
-
-
 def apply_patches(
     ctx: Context, git: Git, repository: Path, tree: str, pins: Sequence[PatchPin]
 ) -> str:
-    """Apply pinned patches in order to a tree; give the id of the tree that results.
+    """Apply pinned patches in order to a tree; return the id of the resulting tree.
 
-    It happens in scratch indexes: where any hunk of any patch fails, nothing at all has changed.
-    Raises PatchError that names patch, file and hunk.
+    Works in scratch indexes: if any hunk of any patch fails, nothing has changed.
+    Raises PatchError with patch, file and hunk; LockError.
     """
     for pin in pins:
         fit = try_patch(git, repository, tree, diff_of(ctx, pin), pin.file.path)
@@ -301,24 +278,34 @@ def apply_patches(
 
 
 def does_not_apply(pin: PatchPin, fit: Fit) -> PatchError:
-    """Say how a patch fails: its word first, then the first hunk, then all that was seen."""
+    """The error for a pinned patch that does not apply: first hunk, then all notes."""
     where = f"{pin.file.path}:{fit.line}" if fit.line else pin.file.path
     first, *rest = fit.notes or (fit.word,)
-    hint = "make it anew against the pinned commit, or move the pin to one that it fits"
-    if fit.word in ("applies with offset", "applies with fuzz"):
-        need = "offset" if fit.word.endswith("offset") else "fuzz"
-        what = f"patch {pin.id} applies only with {need}, which is not allowed: {first}"
-        hint = f"look at where it lands; then allow it: allow: {need} beside the patch, or --allow"
-    elif fit.word == "already upstream":
-        what = f"patch {pin.id} does not apply: {first}"
-        hint = "take it out of the recipe's patches, then 'invoke lock --update'"
-    elif fit.word == "partly upstream":
+    what = f"patch {pin.id} does not apply: {first}"
+    if fit.word == "partly upstream":
         what = f"patch {pin.id} does not apply: it is partly upstream, {first}"
-        hint = "make it anew without what the source has already"
-    else:
-        what = f"patch {pin.id} does not apply: {first}"
-    return PatchError(what, where="\n".join((where, *rest)), hint=hint, id=_id_of(fit))
+    elif fit.word.startswith("applies with"):
+        need = loose_fit(fit.word)
+        what = f"patch {pin.id} applies only with {need}, which is not allowed: {first}"
+    return PatchError(what, where="\n".join((where, *rest)), hint=fit_hint(fit), id=fit_id(fit))
 
 
-def _id_of(fit: Fit) -> str:
-    return f"patch-{fit.word.removeprefix('applies with ').replace(' ', '-')}"
+def loose_fit(word: str) -> str:
+    """`offset` or `fuzz` for a patch that applies with one of them, else empty."""
+    return word.removeprefix("applies with ") if word.startswith("applies with ") else ""
+
+
+def fit_hint(fit: Fit) -> str:
+    """What to do about a patch that does not apply as it is."""
+    if need := loose_fit(fit.word):
+        return f"check where it lands; then allow it: allow: {need} beside the patch, or --allow"
+    hints = {
+        "already upstream": "remove it from the recipe's patches, then 'invoke lock --update'",
+        "partly upstream": "recreate it without what the source already has",
+    }
+    return hints.get(fit.word, "recreate it for the pinned commit, or pin a commit that it fits")
+
+
+def fit_id(fit: Fit) -> str:
+    """The id of its error."""
+    return f"patch-{(loose_fit(fit.word) or fit.word).replace(' ', '-')}"

@@ -97,7 +97,7 @@ def manifest_file(ctx: Context, number: int) -> Path:
     return ctx.recipes.parent / "patches" / LLAMA / f"{number}.yaml"
 
 
-def test_a_patch_in_and_out_of_a_recipe(ctx: Context, host: PullHost) -> None:
+def test_build_with_and_without_a_recipes_patch(ctx: Context, host: PullHost) -> None:
     plain = built(ctx)
     assert says(plain) == "good morning"
     pin(ctx, 7)
@@ -132,7 +132,7 @@ def test_a_patch_in_and_out_of_a_recipe(ctx: Context, host: PullHost) -> None:
     )  # fmt: skip
 
 
-def test_a_patch_for_one_run(ctx: Context) -> None:
+def test_build_adds_a_patch_for_one_run(ctx: Context) -> None:
     plain = built(ctx)
     lock_file = lock_path(ctx.recipes / "small.yaml")
     before = lock_file.read_bytes()
@@ -153,17 +153,17 @@ def test_a_patch_for_one_run(ctx: Context) -> None:
     assert named.result["digest"] == dry.result["digest"]
 
 
-def test_a_patch_named_twice_for_one_run(ctx: Context) -> None:
+def test_build_patch_named_twice(ctx: Context) -> None:
     lock.run(ctx, lock.Options("small"))
     pin(ctx, 7)
     heard = Heard()
     once = built(ctx, patch=("7",), dry_run=True)
     twice = built(replace(ctx, progress=heard), patch=("7", f"{LLAMA}#7"), dry_run=True)
     assert twice.result["digest"] == once.result["digest"]
-    assert f"patch {LLAMA}#7 is there already" in heard.lines  # the recipe itself has none
+    assert f"patch {LLAMA}#7 is already applied" in heard.lines  # the recipe itself has none
 
 
-def test_a_patch_left_out_for_one_run(ctx: Context) -> None:
+def test_build_drops_a_patch_for_one_run(ctx: Context) -> None:
     plain = built(ctx)
     pin(ctx, 7)
     pin(ctx, 8)
@@ -184,29 +184,25 @@ def test_a_patch_left_out_for_one_run(ctx: Context) -> None:
     assert swapped.result["digest"] not in (both.result["digest"], less.result["digest"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "error", "why"),
-    [
-        ({"patch": ("x y",)}, UsageError, "names no patch"),
+def test_build_refuses_invalid_patch_flags(ctx: Context) -> None:
+    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"patch": ("x y",)}, UsageError, "is not the name of a patch"),
         ({"patch": ("7",), "no_patch": ("7",)}, UsageError, "both name 7"),
         ({"no_patch": ("8",)}, UsageError, "no patch '8'"),
-        ({"patch": ("5",)}, Exception, "there is no patch"),
-        ({"allow": "fuzz"}, UsageError, "there is none"),
+        ({"patch": ("5",)}, Exception, "patch '?5"),
+        ({"allow": "fuzz"}, UsageError, "needs --patch"),
         ({"patch": ("7",), "allow": "all"}, UsageError, "offset or fuzz"),
         ({"patch": ("7", "9")}, PatchError, "patch 9 does not apply"),
-    ],
-)
-def test_flags_about_patches_that_make_no_sense(
-    ctx: Context, flags: dict[str, Any], error: type[Exception], why: str
-) -> None:
+    ]
     lock.run(ctx, lock.Options("small"))
     pin(ctx, 7)
     pin(ctx, 9)
-    with pytest.raises(error, match=why):
-        built(ctx, **flags, dry_run=True)
+    for flags, error, why in rows:
+        with pytest.raises(error, match=why):
+            built(ctx, **flags, dry_run=True)
 
 
-def test_a_plan_fetches_nothing(ctx: Context, tmp_path: Path) -> None:
+def test_plan_with_a_patch_fetches_nothing(ctx: Context, tmp_path: Path) -> None:
     lock.run(ctx, lock.Options("small"))
     pin(ctx, 7)
     empty = replace(ctx, places=Places(tmp_path / "other" / "cache", tmp_path / "other" / "state"))
@@ -216,7 +212,7 @@ def test_a_plan_fetches_nothing(ctx: Context, tmp_path: Path) -> None:
     assert not (tmp_path / "other" / "cache" / "patches").exists()
 
 
-def test_several_patches_keep_their_order_and_one_that_fails_stops_the_build(ctx: Context) -> None:
+def test_build_stops_at_a_patch_that_fails(ctx: Context) -> None:
     for number in (7, 8, 9):
         pin(ctx, number)
     patched_recipe(ctx, "[{pr: 8}, {pr: 7}, {pr: 9}]")
@@ -230,23 +226,23 @@ def test_several_patches_keep_their_order_and_one_that_fails_stops_the_build(ctx
     assert not lock_path(ctx.recipes / "small.yaml").exists()
 
 
-def test_a_patch_that_upstream_has_by_now_does_not_hide_the_one_behind_it(ctx: Context) -> None:
+def test_build_refuses_a_patch_that_upstream_has(ctx: Context) -> None:
     pin(ctx, 7)
     pin(ctx, 8)
     sha256 = pack(ctx.recipes / "small.tar.gz", {"llama.cpp": GREETING})
     (ctx.recipes / "small.yaml").write_text(RECIPE.format(sha256=sha256))
     patched_recipe(ctx, "[{pr: 7}, {pr: 8}]")
-    with pytest.raises(PatchError, match=r"patch 7 .* in the source already") as caught:
+    with pytest.raises(PatchError, match=r"patch 7 .* already in the source") as caught:
         built(ctx)
-    assert "take it out" in str(caught.value.hint)
+    assert "remove it" in str(caught.value.hint)
 
 
-def test_a_patch_that_moved_is_drift_with_a_name(ctx: Context, repo: Repo, host: PullHost) -> None:
+def test_lock_drift_patch_moved(ctx: Context, repo: Repo, host: PullHost) -> None:
     pin(ctx, 7)
     patched_recipe(ctx, "[{pr: 7}]")
     lock.run(ctx, lock.Options("small"))
     offer(repo, 7, host_main(repo), {"llama.cpp": GREETING.replace("patched", "newer")})
-    assert built(ctx, dry_run=True).result["built"] is False, "a build looks at no host"
+    assert built(ctx, dry_run=True).result["built"] is False, "a build contacts no host"
     pin(ctx, 7, update=True)
     with pytest.raises(LockError, match="patch-moved") as caught:
         built(ctx)
@@ -260,7 +256,7 @@ def host_main(repo: Repo) -> str:
     return git(repo.folder, "rev-parse", "main")
 
 
-def test_another_source_is_drift_of_the_patch_as_well(ctx: Context, repo: Repo) -> None:
+def test_lock_drift_patch_base_changed(ctx: Context, repo: Repo) -> None:
     pin(ctx, 7)
     base = host_main(repo)
     text = (ctx.recipes / "small.yaml").read_text()
@@ -275,7 +271,7 @@ def test_another_source_is_drift_of_the_patch_as_well(ctx: Context, repo: Repo) 
         built(ctx)
 
 
-def test_a_fresh_clone_fetches_what_the_manifest_pins(
+def test_fetch_on_a_fresh_clone_gets_pinned_patches(
     ctx: Context, host: PullHost, repo: Repo, tmp_path: Path
 ) -> None:
     pin(ctx, 7)
@@ -288,7 +284,7 @@ def test_a_fresh_clone_fetches_what_the_manifest_pins(
     offer(repo, 7, host_main(repo), {"llama.cpp": GREETING.replace("patched", "newer")})
     late = replace(ctx, places=Places(tmp_path / "l" / "cache", tmp_path / "l" / "state"))
     fetch.run(late, fetch.Options("small", locked=True))
-    assert stored(late.places, sha256).is_file(), "its old head is still to be had"
+    assert stored(late.places, sha256).is_file(), "its old head still exists"
     stored(late.places, sha256).unlink()
     head = read_manifest(manifest_file(ctx, 7)).head
     host.collected.add(str(head))
@@ -300,7 +296,7 @@ def test_a_fresh_clone_fetches_what_the_manifest_pins(
         fetch.run(last, fetch.Options("small", locked=True))
 
 
-def test_a_vendored_patch_needs_no_host(ctx: Context, host: PullHost, tmp_path: Path) -> None:
+def test_fetch_vendored_patch_needs_no_host(ctx: Context, host: PullHost, tmp_path: Path) -> None:
     pin(ctx, 7, vendor=True)
     patched_recipe(ctx, "[{pr: 7}]")
     host.gone = True
@@ -310,7 +306,7 @@ def test_a_vendored_patch_needs_no_host(ctx: Context, host: PullHost, tmp_path: 
     assert stored(empty.places, str(read_manifest(manifest_file(ctx, 7)).sha256)).is_file()
 
 
-def test_a_patch_of_which_only_hearsay_is_known(ctx: Context) -> None:
+def test_patch_not_pinned_is_refused(ctx: Context) -> None:
     write_manifest(manifest_file(ctx, 7), Manifest(id="7", pr=7, repo=LLAMA, source="x"))
     patched_recipe(ctx, "[{pr: 7}]")
     checked = check.run(ctx, check.Options("small"))
@@ -329,16 +325,16 @@ def test_a_patch_of_which_only_hearsay_is_known(ctx: Context) -> None:
         assert caught.value.exit_code == 4
 
 
-def test_a_recipe_may_not_claim_what_the_manifest_does_not_say(ctx: Context) -> None:
+def test_patch_lifts_must_be_in_its_manifest(ctx: Context) -> None:
     pin(ctx, 7)
     patched_recipe(ctx, "[{pr: 7, lifts: [some-rule]}]")
     checked = check.run(ctx, check.Options("small"))
     assert checked.exit == 2
-    assert "its manifest does not say that it lifts some-rule" in checked.text
-    with pytest.raises(RecipeError, match="not as it says"):
+    assert "its manifest does not lift some-rule" in checked.text
+    with pytest.raises(RecipeError, match="are invalid"):
         built(ctx)
     patched_recipe(ctx, "[{pr: 5}]")
-    assert "there is no manifest" in check.run(ctx, check.Options("small")).text
+    assert "manifest of patch" in check.run(ctx, check.Options("small")).text
 
 
 def tried(outcome: Outcome) -> dict[str, dict[str, Any]]:
@@ -354,7 +350,7 @@ def variant(ctx: Context, name: str, changes: dict[str, str], patches: str = "[]
     (ctx.recipes / f"{name}.yaml").write_text(text)
 
 
-def test_a_table_over_all_recipes(ctx: Context) -> None:
+def test_patch_is_tried_on_all_recipes(ctx: Context) -> None:
     above = FILES["llama.cpp"].replace('extern "C" int small', '// more\n\nextern "C" int small')
     near = FILES["llama.cpp"].replace("case 1: return", "case 1:  return")
     variant(ctx, "shifted", {"llama.cpp": above})
@@ -390,7 +386,7 @@ def test_a_table_over_all_recipes(ctx: Context) -> None:
     assert tried(pin(ctx, 7, allow="fuzz"))["fuzzy"]["applies"] is True
 
 
-def test_one_recipe_fetches_its_source_and_says_no_with_exit_5(ctx: Context) -> None:
+def test_patch_on_one_recipe_fetches_its_source(ctx: Context) -> None:
     variant(ctx, "conflict", {"llama.cpp": FILES["llama.cpp"].replace("== 42", "== 43")})
     good = pin(ctx, 7, recipe="small")
     assert good.error is None
@@ -403,16 +399,16 @@ def test_one_recipe_fetches_its_source_and_says_no_with_exit_5(ctx: Context) -> 
     assert "== 43" in str(bad.error.where)
 
 
-def test_what_is_partly_upstream(ctx: Context, repo: Repo) -> None:
+def test_patch_partly_upstream(ctx: Context, repo: Repo) -> None:
     offer(repo, 10, host_main(repo), {"llama.cpp": GREETING, "server.cpp": SERVER})
     variant(ctx, "half", {"server.cpp": SERVER})
     done = pin(ctx, 10, recipe="half")
     assert tried(done)["half"]["result"] == "partly upstream"
     assert done.error is not None
-    assert "hunk 1 of 1 of server.cpp is in the source already" in str(done.error.where)
+    assert "hunk 1 of 1 of server.cpp is already in the source" in str(done.error.where)
 
 
-def test_a_patch_is_tried_after_those_before_it(ctx: Context) -> None:
+def test_patch_is_tried_after_those_before_it(ctx: Context) -> None:
     pin(ctx, 7)
     variant(ctx, "has7", {}, "[{pr: 7}]")
     variant(ctx, "has9first", {}, "[{pr: 9}, {pr: 7}]")
@@ -420,7 +416,7 @@ def test_a_patch_is_tried_after_those_before_it(ctx: Context) -> None:
     assert on == {"has7": "conflicts", "has9first": "applies"}
 
 
-def test_a_recipe_allows_an_offset_for_its_own_patch(ctx: Context) -> None:
+def test_patch_offset_allowed_by_the_recipe(ctx: Context) -> None:
     pin(ctx, 7)
     above = FILES["llama.cpp"].replace('extern "C" int small', '// more\n\nextern "C" int small')
     variant(ctx, "shifted", {"llama.cpp": above}, "[{pr: 7}]")
@@ -432,7 +428,7 @@ def test_a_recipe_allows_an_offset_for_its_own_patch(ctx: Context) -> None:
     assert tried(pin(ctx, 7, recipe="shifted"))["shifted"]["applies"] is True
 
 
-def test_the_host_is_asked_only_by_the_task_patch(ctx: Context, host: PullHost) -> None:
+def test_patch_host_is_contacted_only_by_the_task_patch(ctx: Context, host: PullHost) -> None:
     pin(ctx, 7)
     patched_recipe(ctx, "[{pr: 7}]")
     asked = len(host.asked)

@@ -1,4 +1,4 @@
-"""Patches are judged by two servers in turn; everything is real but the engine and its build."""
+"""Judging a patch by two servers in turn; all is real but the engine and its build."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from bakehouse import cli
 from bakehouse.commands import patch_judge
 from bakehouse.commands import serve as serve_command
-from bakehouse.commands.patch_judge import Verdict, judge_case
+from bakehouse.commands.patch_judge import Judgement, judge_case
 from bakehouse.context import Context
 from bakehouse.errors import (
     Fault,
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).resolve().parents[2]
 
-Judge = Callable[..., Verdict]
+Judge = Callable[..., Judgement]
 
 
 @pytest.fixture
@@ -59,7 +59,9 @@ def home(tmp_path: Path, places: Places) -> Iterator[Path]:
 
 @pytest.fixture
 def judged(context: Context, home: Path, builds: Builds) -> Judge:
-    def call(without: Sequence[str] = (), patched: Sequence[str] = (), **expect: object) -> Verdict:
+    def call(
+        without: Sequence[str] = (), patched: Sequence[str] = (), **expect: object
+    ) -> Judgement:
         builds.without = (
             *without,
             *(() if any(f.startswith("rate") for f in without) else (RATE,)),
@@ -77,7 +79,7 @@ def nothing_left(places: Places) -> bool:
     return not [f for f in folders(places) if look(f).alive or "judge" in f.name]
 
 
-def test_a_patch_that_does_nothing(judged: Judge, places: Places, builds: Builds) -> None:
+def test_judge_no_effect(judged: Judge, places: Places, builds: Builds) -> None:
     found = judged()
     outcome = found.outcome()
     assert found.judged.word == "no effect"
@@ -92,8 +94,8 @@ def test_a_patch_that_does_nothing(judged: Judge, places: Places, builds: Builds
     assert builds.made == ["without", "with"], "a second run builds nothing"
 
 
-def test_errors_that_only_the_patched_server_logs(judged: Judge, places: Places) -> None:
-    """What was found in the field: everything works, and one head fails at each request."""
+def test_judge_errors_of_the_patched_server_only(judged: Judge, places: Places) -> None:
+    """Found in the field: everything works, but one head fails at each request."""
     found = judged(patched=["grumbles=llama_decode[1] gave up, rc = -1"])
     outcome = found.outcome()
     assert found.judged.word == "experimental"
@@ -109,7 +111,7 @@ def test_errors_that_only_the_patched_server_logs(judged: Judge, places: Places)
     assert nothing_left(places)
 
 
-def test_a_line_that_serve_refuses_is_measured_all_the_same(judged: Judge) -> None:
+def test_judge_measures_a_server_that_serve_would_stop(judged: Judge) -> None:
     """`llama_decode[1] returned -1` is a known loss: serve ends there, and the verdict does not."""
     found = judged(patched=["grumbles=llama_decode[1] returned -1"])
     assert found.judged.word == "experimental"
@@ -122,13 +124,15 @@ def test_a_line_that_serve_refuses_is_measured_all_the_same(judged: Judge) -> No
     [
         (["wrong"], "suite facts passes without the patch only"),
         (["broken"], "HTTP 500"),
-        (["dies-at=4"], "does not serve with the patch"),
-        (["exit=1"], "does not serve with the patch"),
+        (["dies-at=4"], "does not work with the patch"),
+        (["exit=1"], "does not work with the patch"),
         (["signal=11"], "SIGSEGV"),
         (["drafts=20:1"], "acceptance is lost: 9 of 180 (5.0%), 108 of 180 (60.0%) without"),
     ],
 )
-def test_patches_that_harm(judged: Judge, places: Places, patched: list[str], says: str) -> None:
+def test_judge_harmful_patches(
+    judged: Judge, places: Places, patched: list[str], says: str
+) -> None:
     drafts = ["drafts=20:12"] if patched[0].startswith("drafts") else []
     found = judged(drafts, patched)
     outcome = found.outcome()
@@ -140,7 +144,7 @@ def test_patches_that_harm(judged: Judge, places: Places, patched: list[str], sa
     assert nothing_left(places)
 
 
-def test_a_slower_server_is_measured_twice(judged: Judge, places: Places) -> None:
+def test_judge_measures_a_slower_server_twice(judged: Judge, places: Places) -> None:
     found = judged(patched=["rate=12"])
     assert found.judged.word == "harmful"
     assert "slower: x0.60" in found.judged.reasons[0]
@@ -148,26 +152,25 @@ def test_a_slower_server_is_measured_twice(judged: Judge, places: Places) -> Non
     assert nothing_left(places)
 
 
-def test_a_faster_server_is_clean(judged: Judge) -> None:
+def test_judge_faster_server_is_clean_and_other_answers_experimental(judged: Judge) -> None:
     found = judged(patched=["rate=30"])
     assert found.judged.word == "clean"
     assert found.judged.reasons[0].startswith("faster: x1.50")
-
-
-def test_other_words_are_experimental(judged: Judge) -> None:
     found = judged(patched=["says= So I think."])
     assert found.judged.word == "experimental"
-    assert "' So I think.' where '' is said without" in found.judged.reasons[0]
+    assert "' So I think.', without the patch ''" in found.judged.reasons[0]
 
 
-def test_what_is_expected_of_the_log(judged: Judge) -> None:
+def test_judge_expected_log_lines(judged: Judge) -> None:
     expect = {"must_not_appear": [{"pattern": r"head=\d failed"}]}
     found = judged(["grumbles=head=0 failed"], [], **expect)
     assert found.judged.word == "clean"
     assert found.sides[0].matches == {r"head=\d failed": found.sides[0].requests}
 
 
-def test_a_patch_that_does_not_build_harms(judged: Judge, builds: Builds, places: Places) -> None:
+def test_judge_patch_that_does_not_build_is_harmful(
+    judged: Judge, builds: Builds, places: Places
+) -> None:
     builds.broken = True
     found = judged()
     assert found.judged.word == "harmful"
@@ -175,14 +178,14 @@ def test_a_patch_that_does_not_build_harms(judged: Judge, builds: Builds, places
     assert nothing_left(places)
 
 
-def test_without_an_unpatched_server_nothing_is_clean(judged: Judge, places: Places) -> None:
+def test_judge_without_an_unpatched_server(judged: Judge, places: Places) -> None:
     found = judged(without=["exit=1"])
     assert found.judged.word == "experimental"
-    assert "the unpatched server could not be compared with" in found.judged.reasons[0]
+    assert "the unpatched server could not be measured" in found.judged.reasons[0]
     assert nothing_left(places)
 
 
-def test_a_flag_that_the_patch_brings(
+def test_judge_flag_that_comes_with_the_patch(
     judged: Judge, builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The unpatched server does not take the command: said, and never clean."""
@@ -198,12 +201,12 @@ def test_a_flag_that_the_patch_brings(
     monkeypatch.setattr(serve_command, "know_flags", know)
     found = judged()
     assert found.judged.word == "experimental"
-    assert "it does not take the command: serve.command: no --new-flag" in found.judged.reasons[0]
+    assert "it does not accept the command: serve.command: no --new-flag" in found.judged.reasons[0]
     assert "judged by its own suites" in found.judged.reasons[0]
     assert builds.made == ["without", "with"]
 
 
-def test_where_neither_serves_nothing_is_judged(judged: Judge, places: Places) -> None:
+def test_judge_no_verdict_if_neither_serves(judged: Judge, places: Places) -> None:
     outcome = judged(["exit=1"], ["exit=1"]).outcome()
     assert outcome.result["verdict"] is None
     assert isinstance(outcome.error, NotHealthy)
@@ -211,7 +214,7 @@ def test_where_neither_serves_nothing_is_judged(judged: Judge, places: Places) -
     assert nothing_left(places)
 
 
-def test_a_server_that_runs_already_is_left_alone(
+def test_judge_leaves_running_servers_alone(
     judged: Judge, home: Path, places: Places, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch, context: Context,
 ) -> None:  # fmt: skip
@@ -225,7 +228,7 @@ def test_a_server_that_runs_already_is_left_alone(
     stop(after.folder)
 
 
-def test_the_verdict_stands_in_the_manifest(
+def test_judge_writes_the_verdict_into_the_manifest(
     home: Path, places: Places, builds: Builds, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -265,19 +268,19 @@ def test_the_verdict_stands_in_the_manifest(
     assert nothing_left(places)
 
 
-@pytest.mark.parametrize("options", [{}, {"recipe": "tiny", "dry_run": True}])
-def test_what_cannot_be_judged(home: Path, options: dict[str, object]) -> None:
-    flags = {"file": str(home / "fix.patch"), "judge": True, **options}
-    assert cli.main("patch", flags, json=True, recipes=home) == 2
+def test_judge_refuses_flags(home: Path) -> None:
+    for options in ({}, {"recipe": "tiny", "dry_run": True}):
+        flags = {"file": str(home / "fix.patch"), "judge": True, **options}
+        assert cli.main("patch", flags, json=True, recipes=home) == 2
 
 
-def test_what_an_engine_says_while_it_is_stopped_is_no_fault(judged: Judge) -> None:
+def test_judge_ignores_log_lines_of_the_stop(judged: Judge) -> None:
     """The real vLLM ends with a traceback, sometimes."""
     found = judged(patched=["last-words=CUDA error: an illegal memory access was encountered"])
     assert found.judged.word == "no effect", found.judged.reasons
 
 
-def test_a_patch_of_an_image_is_tried_where_the_derived_image_is_built(
+def test_judge_patch_of_an_image(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its own source nothing can be tried beforehand; the judge builds, and knows."""
@@ -298,7 +301,7 @@ def test_a_patch_of_an_image_is_tried_where_the_derived_image_is_built(
     assert json.loads(capsys.readouterr().out)["checks"][0]["verdict"] == "unknown"
 
 
-def test_overrides_and_a_taken_risk_reach_both_servers(
+def test_judge_overrides_reach_both_servers(
     home: Path,
     builds: Builds,
     places: Places,
@@ -326,7 +329,7 @@ def test_overrides_and_a_taken_risk_reach_both_servers(
     assert nothing_left(places)
 
 
-def test_this_machines_troubles_are_no_verdict(
+def test_judge_errors_of_this_machine_give_no_verdict(
     judged: Judge, builds: Builds, places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -347,7 +350,7 @@ def test_this_machines_troubles_are_no_verdict(
         ("with", signal.SIGKILL, -9),
     ],
 )
-def test_a_signal_leaves_nothing_running(
+def test_judge_signal_leaves_nothing_running(
     home: Path, places: Places, slow: str, number: int, code: int
 ) -> None:
     """A real process is ended while the server that it started works on a request."""
@@ -377,7 +380,7 @@ def _asked(places: Places, name: str) -> bool:
     return any("request POST" in log.read_text() for log in logs)
 
 
-def test_what_a_killed_run_left_is_tidied_up(judged: Judge, places: Places) -> None:
+def test_judge_deletes_folders_of_killed_runs(judged: Judge, places: Places) -> None:
     old, fresh = (places.servers / f"tiny@judge-{name}-with" for name in ("0000", "ffff"))
     for folder in (old, fresh, places.servers / "tiny@other", places.servers / "else@judge-0-with"):
         folder.mkdir(parents=True)

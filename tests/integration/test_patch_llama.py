@@ -49,30 +49,30 @@ def on_llama(kept: Context, lock: Lock) -> Try:
     return lambda data: try_patch(git, repository, source.tree, data, "p")
 
 
-@pytest.mark.parametrize("path", sorted(PATCHES.glob("*.patch")), ids=lambda p: p.stem)
-def test_ours_apply(on_llama: Try, path: Path) -> None:
-    fit = on_llama(path.read_bytes())
-    assert (fit.word, fit.notes) == ("applies", ())
-    assert fit.tree
+def test_apply_our_patches_to_llama(on_llama: Try) -> None:
+    for path in sorted(PATCHES.glob("*.patch")):
+        fit = on_llama(path.read_bytes())
+        assert (fit.word, fit.notes) == ("applies", ()), path
+        assert fit.tree
 
 
-def test_a_hunk_that_stands_elsewhere(on_llama: Try) -> None:
+def test_apply_with_offset(on_llama: Try) -> None:
     fit = on_llama(QUEUE.replace(b"@@ -308,6 +308,7 @@", b"@@ -300,6 +300,7 @@"))
     assert fit.word == "applies with offset"
     assert fit.notes == ("hunk 1 of tools/server/server-queue.cpp: at line 308, offset +8",)
     assert fit.tree == on_llama(QUEUE).tree
 
 
-def test_context_that_differs_at_its_edge(on_llama: Try) -> None:
+def test_apply_with_fuzz(on_llama: Try) -> None:
     fit = on_llama(QUEUE.replace(b"// this will run the main", b"// this runs the main"))
     assert fit.word == "applies with fuzz"
     assert fit.notes == (
-        "tools/server/server-queue.cpp:309: of its context 2 lines before and 2 after fit",
+        "tools/server/server-queue.cpp:309: only 2 context lines before and 2 after fit",
     )
     assert fit.tree == on_llama(QUEUE).tree
 
 
-def test_context_that_differs_next_to_it(on_llama: Try) -> None:
+def test_apply_conflict_shows_the_lines(on_llama: Try) -> None:
     fit = on_llama(
         QUEUE.replace(b"        callback_update_slots();", b"        update_all_slots();")
     )
@@ -85,7 +85,7 @@ def test_context_that_differs_next_to_it(on_llama: Try) -> None:
     )
 
 
-def test_what_the_tree_has_already(on_llama: Try) -> None:
+def test_apply_already_upstream(on_llama: Try) -> None:
     text = QUEUE.decode().split("\n")
     swapped = [
         "-" + row[1:] if row.startswith("+        QUE") else row.replace("6 +308,7", "7 +308,6")
@@ -96,15 +96,13 @@ def test_what_the_tree_has_already(on_llama: Try) -> None:
     assert (fit.word, fit.tree) == ("already upstream", None), "the line to take away is gone"
 
 
-def test_a_file_that_is_not_there(on_llama: Try) -> None:
+def test_apply_to_a_missing_file(on_llama: Try) -> None:
     fit = on_llama(QUEUE.replace(b"server-queue.cpp", b"server-line.cpp"))
     assert fit.word == "conflicts"
     assert "    tools/server/server-line.cpp is not in the source" in fit.notes
 
 
-def test_the_task_tries_it_on_every_llama_recipe(
-    kept: Context, on_llama: Try, tmp_path: Path
-) -> None:
+def test_patch_is_tried_on_every_llama_recipe(kept: Context, on_llama: Try, tmp_path: Path) -> None:
     """Recipes whose source is not here are unknown, never passed."""
     folder = tmp_path / "recipes"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""A recipe whose patch was judged unsound says so at every serve; all is real but the engine."""
+"""Serving recipes with unsound patches; all is real but the engine."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def served(invoke: Invoke, **options: Any) -> tuple[list[str], dict[str, Any], s
     return said["result"]["unsound_patches"], facts, err
 
 
-def test_an_experimental_patch_is_said_at_every_serve(home: Path, invoke: Invoke) -> None:
+def test_serve_reports_an_experimental_patch_every_time(home: Path, invoke: Invoke) -> None:
     lines, facts, err = served(invoke)
     assert lines == []
     assert "unsound_patches" not in facts
@@ -125,7 +125,7 @@ def test_an_experimental_patch_is_said_at_every_serve(home: Path, invoke: Invoke
     assert "heads past the first go on failing (no verdict with tiny yet)" in line
 
 
-def test_a_run_without_the_patch_says_nothing_of_it(home: Path, invoke: Invoke) -> None:
+def test_serve_without_the_patch_reports_nothing(home: Path, invoke: Invoke) -> None:
     known(home, experimental=True)
     recipe = home / "recipes" / "tiny.yaml"
     invoke("lock", recipe="tiny")
@@ -143,7 +143,7 @@ def test_a_run_without_the_patch_says_nothing_of_it(home: Path, invoke: Invoke) 
     assert "build" in {c["id"] for c in said["checks"] if c["verdict"] != "passed"}
 
 
-def test_a_watch_serves_again_with_the_same_patches(home: Path, invoke: Invoke) -> None:
+def test_watch_restarts_with_the_same_patches(home: Path, invoke: Invoke) -> None:
     invoke("lock", recipe="tiny")
     recipe = home / "recipes" / "tiny.yaml"
     sha = hashlib.sha256((home / "recipes" / "source.tar.gz").read_bytes()).hexdigest()[:9]
@@ -162,9 +162,9 @@ def test_a_watch_serves_again_with_the_same_patches(home: Path, invoke: Invoke) 
     assert len(runs) == 2
     assert facts["left_out_of_this_run"] == ["7"]
     code, said, err = invoke("watch", recipe="tiny", every="1s", count="1")
-    assert f"the server that runs was served without patch {REPO}#7" in err
+    assert f"the running server was started without patch {REPO}#7" in err
     code, said, err = invoke("watch", recipe="tiny", every="1s", count="1", no_patch=["7"])
-    assert "the server that runs was served" not in err
+    assert "the running server was started" not in err
     code, said, _ = invoke("watch", url="http://127.0.0.1:1", patch=["7"])
     assert code == 2
     code, said, _ = invoke("watch", recipe="tiny", every="1s", patch=["nope"])
@@ -172,22 +172,18 @@ def test_a_watch_serves_again_with_the_same_patches(home: Path, invoke: Invoke) 
     assert "nope" in f"{said['error']['what']} {said['error']['where']}", "before it is needed"
 
 
-@pytest.mark.parametrize("token", ["ghp_abcdefghijklmnopqrstuvwxyz0123456789", "hunter2"])
-def test_the_addresses_of_diffs_stay_secret_where_they_hold_tokens(
-    home: Path, invoke: Invoke, token: str
-) -> None:
-    with serve_files() as files:
-        files.put(f"/x.diff?token={token}", DIFF)
-        code, said, err = invoke("patch", url=files.at(f"/x.diff?token={token}"))
-    assert code == 0
-    text = json.dumps(said) + manifest_path(home / "patches", REPO, "x").read_text() + err
-    assert token not in text
+def test_patch_hides_tokens_in_urls(home: Path, invoke: Invoke) -> None:
+    for token in ("ghp_abcdefghijklmnopqrstuvwxyz0123456789", "hunter2"):
+        with serve_files() as files:
+            files.put(f"/{token[:3]}.diff?token={token}", DIFF)
+            code, said, err = invoke("patch", url=files.at(f"/{token[:3]}.diff?token={token}"))
+        assert code == 0
+        manifest = manifest_path(home / "patches", REPO, token[:3]).read_text()
+        assert token not in json.dumps(said) + manifest + err
 
 
-def test_a_loss_that_was_judged_is_expected_and_no_other_fault_is(
-    home: Path, invoke: Invoke
-) -> None:
-    """What the verdict found in the log ends no server, and is said each time."""
+def test_serve_expects_a_loss_that_was_judged_and_no_other(home: Path, invoke: Invoke) -> None:
+    """A line that the verdict found does not stop the server, and is reported each time."""
     served(invoke)
     path = home / "recipes" / "tiny.yaml"
     lock = read_lock(lock_path(path))

@@ -1,4 +1,4 @@
-"""The manifest that ships, and its recipe: from hearsay to a pin, with a stand-in for upstream."""
+"""The manifest that ships, and its recipe, with a stand-in for upstream."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ctx(context: Context, host: PullHost, tmp_path: Path) -> Context:
     )
 
 
-def test_it_says_honestly_that_it_is_not_pinned(ctx: Context) -> None:
+def test_shipped_patch_is_not_pinned_yet(ctx: Context) -> None:
     path = manifest_path(ctx.recipes.parent / "patches", LLAMA, str(NUMBER))
     found = read_manifest(path)
     assert found.status == "not pinned yet"
@@ -63,7 +63,7 @@ def test_it_says_honestly_that_it_is_not_pinned(ctx: Context) -> None:
         plan.run(ctx, plan.Options("glm-vision-mtp"))
 
 
-def test_the_first_fetch_pins_it_and_leaves_what_people_wrote(ctx: Context) -> None:
+def test_shipped_patch_first_fetch_keeps_what_people_wrote(ctx: Context) -> None:
     path = manifest_path(ctx.recipes.parent / "patches", LLAMA, str(NUMBER))
     before = path.read_text()
     done = patch.run(ctx, patch.Options(pr=str(NUMBER)))
@@ -82,38 +82,29 @@ def test_the_first_fetch_pins_it_and_leaves_what_people_wrote(ctx: Context) -> N
     assert caught.value.id == "lock-missing"
 
 
-def test_another_change_than_the_one_that_was_measured_is_no_first_pin(
-    ctx: Context, host: PullHost
-) -> None:
+def test_shipped_patch_first_fetch_refuses_another_size(ctx: Context, host: PullHost) -> None:
     repo = host.repos[f"{LLAMA}.git"]
     repo.commit({FILE: changed(40, 6)}, ref=f"refs/pull/{NUMBER}/head", parents=(
         repo.commit({FILE: BEFORE}, ref=None),))  # fmt: skip
     repo.point("refs/heads/main", repo.commit({FILE: BEFORE}, ref=None))
     with pytest.raises(LockError, match="moved") as caught:
         patch.run(ctx, patch.Options(pr=str(NUMBER)))
-    assert "known of it: 1 file, +16 -6; it is now: 1 file, +40 -6" in str(caught.value.where)
+    assert "expected 1 file, +16 -6; it is now 1 file, +40 -6" in str(caught.value.where)
     patch.run(ctx, patch.Options(pr=str(NUMBER), update=True))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "why"),
-    [
+def test_shipped_recipe_vision_with_mtp_needs_the_patch(ctx: Context) -> None:
+    rows: list[tuple[tuple[str, ...], str]] = [
         (("experimental=false",), "experimental: true"),
         (("source.patches=[]",), "draft-mtp"),
         (("source.patches=[{pr: 25144}]",), "lifts: [projector-with-draft-mtp]"),
         (("serve.speculation=draft-eagle3",), "lifts: [projector-with-draft-eagle3]"),
-    ],
-)
-def test_vision_and_mtp_go_together_through_that_patch_only(
-    ctx: Context, overrides: tuple[str, ...], why: str
-) -> None:
-    checked = check.run(ctx, check.Options("glm-vision-mtp", overrides))
-    assert checked.exit == 2
-    assert why in checked.text
-    with pytest.raises((RecipeError, LockError)):
-        plan.run(ctx, plan.Options("glm-vision-mtp", overrides))
-
-
-def test_leaving_the_patch_out_leaves_a_recipe_that_contradicts_itself(ctx: Context) -> None:
+    ]
+    for overrides, why in rows:
+        checked = check.run(ctx, check.Options("glm-vision-mtp", overrides))
+        assert checked.exit == 2
+        assert why in checked.text
+        with pytest.raises((RecipeError, LockError)):
+            plan.run(ctx, plan.Options("glm-vision-mtp", overrides))
     with pytest.raises(RecipeError, match="contradicts itself"):
         plan.run(ctx, plan.Options("glm-vision-mtp", no_patch=("25144",)))

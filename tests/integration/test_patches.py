@@ -1,4 +1,4 @@
-"""Patches applied to real trees: all of them or nothing, and the hunk that fails is named."""
+"""Patches applied to real git trees: all or none, and the hunk that fails is named."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ def apply(ctx: Context, source: GitPin, pins: tuple[PatchPin, ...]) -> str:
     return patched_tree(ctx, Git(ctx.processes), source, pins)
 
 
-def test_patches_apply_in_their_order(
-    context: Context, source: GitPin, tmp_path: Path, repo: Repo
-) -> None:
+def test_apply_in_order(context: Context, source: GitPin, tmp_path: Path, repo: Repo) -> None:
     between, after = B.replace("alpha", "ALPHA"), B.replace("alpha", "omega")
     pins = pinned(context, tmp_path, diff("b.txt", B, between), diff("b.txt", between, after))
     tree = apply(context, source, pins)
@@ -91,7 +89,7 @@ def test_patches_apply_in_their_order(
         apply(context, source, pins[::-1])
 
 
-def test_the_hunk_that_fails_is_named_and_nothing_is_applied(
+def test_apply_names_the_failed_hunk_and_changes_nothing(
     context: Context, source: GitPin, tmp_path: Path
 ) -> None:
     good = diff("b.txt", B, B.replace("alpha", "omega"))
@@ -110,33 +108,29 @@ def test_the_hunk_that_fails_is_named_and_nothing_is_applied(
     assert git(mirror, "for-each-ref") == before
 
 
-def test_a_patch_that_is_in_the_source_already(
+def test_apply_refuses_a_patch_that_the_source_has(
     context: Context, source: GitPin, tmp_path: Path
 ) -> None:
     pins = pinned(context, tmp_path, diff("b.txt", B.replace("alpha", "omega"), B))
-    with pytest.raises(PatchError, match="in the source already") as caught:
+    with pytest.raises(PatchError, match="already in the source") as caught:
         apply(context, source, pins)
-    assert "take it out" in str(caught.value.hint)
+    assert "remove it" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
+def test_apply_names_what_does_not_fit(context: Context, source: GitPin, tmp_path: Path) -> None:
+    rows = [
         (diff("gone.txt", "a\n", "b\n"), "gone.txt"),
         ("--- /dev/null\n+++ b/b.txt\n@@ -0,0 +1 @@\n+x\n", "already exists"),
         ("--- a/b.txt\n+++ b/b.txt\n@@ -1,3 +1,3 @@\n-alpha\n", "malformed"),
         ("--- a/b.txt\n+++ b/b.txt\n@@ -1 +1 @@\n-ALPHA\n+x\n", "hunk 1 of 1"),
-    ],
-)
-def test_what_does_not_fit(
-    context: Context, source: GitPin, tmp_path: Path, text: str, why: str
-) -> None:
-    with pytest.raises(PatchError, match=why) as caught:
-        apply(context, source, pinned(context, tmp_path, text))
-    assert "p1" in str(caught.value.where)
+    ]
+    for text, why in rows:
+        with pytest.raises(PatchError, match=why) as caught:
+            apply(context, source, pinned(context, tmp_path, text))
+        assert "p1" in str(caught.value.where)
 
 
-def test_new_renamed_deleted_and_executable_files(
+def test_apply_new_renamed_deleted_and_executable_files(
     context: Context, source: GitPin, tmp_path: Path, repo: Repo
 ) -> None:
     text = (
@@ -151,44 +145,39 @@ def test_new_renamed_deleted_and_executable_files(
     assert apply(context, source, pinned(context, tmp_path, text)) == repo.tree(wanted)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("clash", ["dir", "a.txt/x", "dir/file/x/y"])
-def test_a_file_where_a_folder_is_conflicts(
-    context: Context, repo: Repo, tmp_path: Path, clash: str
-) -> None:
+def test_apply_conflicts_with_a_folder_or_file_in_the_place(context: Context, repo: Repo) -> None:
     tree = repo.tree({"a.txt": A, "dir/file": "x\n"})
-    text = f"--- /dev/null\n+++ b/{clash}\n@@ -0,0 +1 @@\n+x\n".encode()
-    fit = try_patch(Git(context.processes), repo.folder, tree, text, "p")
-    assert (fit.word, fit.tree) == ("conflicts", None)
-    assert "both a file and as a directory" in fit.notes[0]
+    for clash in ("dir", "a.txt/x", "dir/file/x/y"):
+        text = f"--- /dev/null\n+++ b/{clash}\n@@ -0,0 +1 @@\n+x\n".encode()
+        fit = try_patch(Git(context.processes), repo.folder, tree, text, "p")
+        assert (fit.word, fit.tree) == ("conflicts", None)
+        assert "both a file and as a directory" in fit.notes[0]
 
 
-@pytest.mark.parametrize("again", [diff("b.txt", B, B.replace("beta", "x")), diff("b.txt", B, "")])
-def test_parts_that_fit_by_themselves_only_are_named(
-    context: Context, source: GitPin, tmp_path: Path, again: str
+def test_apply_names_parts_that_fit_only_alone(
+    context: Context, source: GitPin, tmp_path: Path
 ) -> None:
     first = diff("b.txt", B, B.replace("beta", "BETA"))
-    with pytest.raises(PatchError, match=r"does not fit b\.txt:1 once what comes before") as caught:
-        apply(context, source, pinned(context, tmp_path, first + again))
-    assert caught.value.id == "patch-conflicts"
+    why = r"does not fit b\.txt:1 after the patch's earlier parts"
+    for again in (diff("b.txt", B, B.replace("beta", "x")), diff("b.txt", B, "")):
+        with pytest.raises(PatchError, match=why) as caught:
+            apply(context, source, pinned(context, tmp_path, first + again))
+        assert caught.value.id == "patch-conflicts"
 
 
-@pytest.mark.parametrize(
-    "header", ["--- {a}\n+++ {a}\n", "diff --git {a} {a}\nindex 1..2 100644\n--- {a}\n+++ {a}\n"]
-)
-@pytest.mark.parametrize("prefix", ["a/", "x/", "sub/", "a.b-1/", ""])
-def test_what_changes_is_what_is_named(
-    context: Context, repo: Repo, header: str, prefix: str
-) -> None:
-    """Whatever stands before a name, git takes its first part away, and so do we."""
+def test_apply_changes_the_path_that_is_shown(context: Context, repo: Repo) -> None:
+    """Git drops the first folder of a name, whatever it is, and so do we."""
     there = {"f.c": "one\n", "sub/f.c": "one\n", "sub/sub/f.c": "one\n"}
-    tree = repo.tree(there)
-    text = (header.format(a=f"{prefix}sub/f.c") + "@@ -1 +1 @@\n-one\n+two\n").encode()
-    fit = try_patch(Git(context.processes), repo.folder, tree, text, "p")
-    assert fit.tree is not None
-    assert fit.tree == repo.tree({**there, read_diff(text, "p")[0].path: "two\n"})
+    tree, port = repo.tree(there), Git(context.processes)
+    for prefix in ("a/", "x/", "sub/", "a.b-1/", ""):
+        plain = "--- {a}\n+++ {a}\n"
+        for header in (plain, "diff --git {a} {a}\nindex 1..2 100644\n" + plain):
+            text = (header.format(a=f"{prefix}sub/f.c") + "@@ -1 +1 @@\n-one\n+two\n").encode()
+            made = try_patch(port, repo.folder, tree, text, "p").tree
+            assert made == repo.tree({**there, read_diff(text, "p")[0].path: "two\n"}), text
 
 
-def test_a_patch_of_a_file_with_crlf_content(
+def test_apply_to_a_file_with_crlf_content(
     context: Context, source: GitPin, tmp_path: Path, repo: Repo
 ) -> None:
     text = b"--- a/crlf.txt\n+++ b/crlf.txt\n@@ -1,2 +1,2 @@\n one\r\n-two\r\n+TWO\r\n"
@@ -196,17 +185,19 @@ def test_a_patch_of_a_file_with_crlf_content(
     assert tree == repo.tree({"a.txt": A, "b.txt": B, "crlf.txt": b"one\r\nTWO\r\n"})
 
 
-def test_the_recipe_may_name_a_sha256(context: Context, tmp_path: Path) -> None:
+def test_pin_compares_the_recipes_sha256(context: Context, tmp_path: Path) -> None:
     text = diff("b.txt", B, B.replace("alpha", "x")).encode()
     (tmp_path / "p.patch").write_bytes(text)
     right = hashlib.sha256(text).hexdigest()
     (pin,) = pin_patches(context, tmp_path, [Patch(file="p.patch", sha256=right)])
     assert pin.file.sha256 == right
-    with pytest.raises(LockError, match="not the one that the recipe names"):
+    with pytest.raises(NotFound, match=r"'nope\.patch'"):
+        pin_patches(context, tmp_path, [Patch(file="nope.patch")])
+    with pytest.raises(LockError, match="not the one in the recipe"):
         pin_patches(context, tmp_path, [Patch(file="p.patch", sha256="0" * 64)])
 
 
-def test_a_patch_that_changed_on_disk_is_drift(context: Context, tmp_path: Path) -> None:
+def test_pin_refuses_a_patch_that_changed_on_disk(context: Context, tmp_path: Path) -> None:
     pins = pinned(context, tmp_path, diff("b.txt", B, B.replace("alpha", "x")))
     bring_patches(context, tmp_path, pins)
     (tmp_path / "p1.patch").write_text(diff("b.txt", B, B.replace("alpha", "y")))
@@ -215,25 +206,20 @@ def test_a_patch_that_changed_on_disk_is_drift(context: Context, tmp_path: Path)
     assert caught.value.id == "patch-changed"
 
 
-def test_a_patch_that_is_not_there(context: Context, tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"there is no patch 'nope\.patch'"):
-        pin_patches(context, tmp_path, [Patch(file="nope.patch")])
-
-
-def test_the_kept_copy_is_verified(context: Context, source: GitPin, tmp_path: Path) -> None:
+def test_apply_verifies_the_cached_copy(context: Context, source: GitPin, tmp_path: Path) -> None:
     pins = pinned(context, tmp_path, diff("b.txt", B, B.replace("alpha", "x")))
     copy = stored(context.places, pins[0].file.sha256)
     copy.write_text(diff("b.txt", B, B.replace("alpha", "evil")))
-    with pytest.raises(Exception, match="damaged on disk"):
+    with pytest.raises(Exception, match="was corrupt"):
         apply(context, source, pins)
     bring_patches(context, tmp_path, pins)
     apply(context, source, pins)
     copy.unlink()
-    with pytest.raises(LockError, match="not at hand"):
+    with pytest.raises(LockError, match="not in the cache"):
         apply(context, source, pins)
 
 
-def test_a_patch_may_not_move_a_submodule(context: Context, repo: Repo, tmp_path: Path) -> None:
+def test_apply_refuses_changes_of_submodules(context: Context, repo: Repo, tmp_path: Path) -> None:
     modules = f'[submodule "x"]\n\tpath = x\n\turl = {repo.url}\n'
     inner = git(repo.folder, "rev-parse", "main")
     commit = repo.commit({".gitmodules": modules, "x": ("160000", inner), "f": "f\n"})
@@ -248,9 +234,10 @@ def test_a_patch_may_not_move_a_submodule(context: Context, repo: Repo, tmp_path
         apply(context, source, pinned(context, tmp_path, diff(".gitmodules", modules, "\n")))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_apply_refuses_changes_of_links(context: Context, repo: Repo, tmp_path: Path) -> None:
+    commit = repo.commit({"link": ("120000", "f"), "f": "f\n"})
+    source = pin_git(context, Git(context.processes), Source(git=repo.url, commit=commit))
+    texts = [
         # A plain diff of a path that is a link in the tree: no line of it speaks of a link.
         (
             "--- a/link\n+++ b/link\n@@ -1 +1 @@\n-f\n\\ No newline at end of file\n"
@@ -261,19 +248,16 @@ def test_a_patch_may_not_move_a_submodule(context: Context, repo: Repo, tmp_path
             "diff --git a/link b/link\ndeleted file mode 120000\n--- a/link\n+++ /dev/null\n"
             "@@ -1 +0,0 @@\n-f\n\\ No newline at end of file\n"
         ),
-    ],
-)
-def test_a_patch_may_not_touch_a_link(
-    context: Context, repo: Repo, tmp_path: Path, text: str
+    ]
+    for text in texts:
+        with pytest.raises(PatchError, match="symbolic link") as caught:
+            apply(context, source, pinned(context, tmp_path, text))
+        assert caught.value.id == "patch-special"
+
+
+def test_apply_refuses_to_write_through_a_link(
+    context: Context, repo: Repo, tmp_path: Path
 ) -> None:
-    commit = repo.commit({"link": ("120000", "f"), "f": "f\n"})
-    source = pin_git(context, Git(context.processes), Source(git=repo.url, commit=commit))
-    with pytest.raises(PatchError, match="symbolic link") as caught:
-        apply(context, source, pinned(context, tmp_path, text))
-    assert caught.value.id == "patch-special"
-
-
-def test_a_patch_may_not_write_through_a_link(context: Context, repo: Repo, tmp_path: Path) -> None:
     commit = repo.commit({"link": ("120000", "/tmp"), "f": "f\n"})
     source = pin_git(context, Git(context.processes), Source(git=repo.url, commit=commit))
     text = "--- /dev/null\n+++ b/link/x\n@@ -0,0 +1 @@\n+x\n"
@@ -293,13 +277,13 @@ LINES = st.lists(
     after=st.dictionaries(st.sampled_from(NAMES), LINES, max_size=4),
     ends=st.sampled_from(["\n", ""]),
 )
-def test_what_git_writes_is_read_as_git_means_it(
+def test_diff_of_git_is_read_as_git_means_it(
     tmp_path_factory: pytest.TempPathFactory,
     before: dict[str, list[str]],
     after: dict[str, list[str]],
     ends: str,
 ) -> None:
-    """Counts as `git diff --numstat` has them; the result is the other tree; back is upstream."""
+    """Counts equal `git diff --numstat`, the result is the other tree; reversed it is upstream."""
     folder = tmp_path_factory.mktemp("repo")
     repo = Repo("file://", folder, "r.git")
 

@@ -49,14 +49,14 @@ PATCH = """\
 +++ b/CMakeLists.txt
 @@ -1 +1,2 @@
  #
-+# mended
++# fixed
 """
 MORE = """\
 --- a/CMakeLists.txt
 +++ b/CMakeLists.txt
 @@ -1,2 +1,3 @@
  #
- # mended
+ # fixed
 +# more
 """
 RATE = "rate=20"

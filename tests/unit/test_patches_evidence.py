@@ -1,4 +1,4 @@
-"""What verdicts rest on: counts that are compared, answers and logs that are read."""
+"""Benchmark of a patch: answers and logs are read, counts are compared."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bakehouse.context import Context
-from bakehouse.patches.contrast import contrast, tail
-from bakehouse.patches.generation import Item, generate, items, read
-from bakehouse.patches.kinds import Kind
-from bakehouse.patches.measure import Measure, Read, Wants, read_log, side
+from bakehouse.patches.judge import LogReport
+from bakehouse.patches.kinds import Kind, contrast, tail
+from bakehouse.patches.measure import (
+    Item,
+    Measure,
+    Workload,
+    generate,
+    items,
+    read_answer,
+    read_log,
+    side_of,
+)
 from bakehouse.ports.http import Reply, Unreachable
 from bakehouse.probe.reply import Told
 from bakehouse.probe.talk import Talk
@@ -30,22 +38,19 @@ LINES += ["0.00.000.001 I srv  start", "0.00.000.002 I slot 1 | done", "", "x" *
 
 
 @given(st.integers(0, 300), st.integers(0, 300))
-def test_a_tail_is_a_probability(a: int, b: int) -> None:
+def test_log_diff_probability_is_exact(a: int, b: int) -> None:
     exact = sum(math.comb(a + b, k) for k in range(a, a + b + 1)) / 2 ** (a + b)
     assert tail(a, b, 0.5) == pytest.approx(exact, rel=1e-6, abs=1e-12)
-
-
-def test_a_tail_of_many_is_near_the_exact_one() -> None:
     assert tail(2100, 1900, 0.5) == pytest.approx(tail(2101, 1900, 0.5), rel=0.2)
 
 
 @given(st.integers(1, 4000))
-def test_a_log_against_itself_shows_nothing(count: int) -> None:
+def test_log_diff_of_equal_logs_is_empty(count: int) -> None:
     kind = Kind(level="error", text="x", count=count, line_number=1, line="x")
     assert contrast([kind], [kind]) == ()
 
 
-def test_work_counts_in_a_comparison() -> None:
+def test_log_diff_allows_for_the_number_of_requests() -> None:
     """Twice as many requests log twice as many lines."""
     one = Kind(level="error", text="x", count=100, line_number=1, line="x")
     two = one.model_copy(update={"count": 200})
@@ -56,21 +61,23 @@ def test_work_counts_in_a_comparison() -> None:
     assert lowered.how == "lowered"
 
 
-def test_an_answer_is_read_with_its_timings() -> None:
+def test_benchmark_answer_is_read_with_its_timings() -> None:
     item = Item("prose", "completion")
     choice = {"choices": [{"text": "x"}], "usage": {"completion_tokens": 5}}
     timings = {"predicted_n": 7, "predicted_ms": 350.0, "draft_n": 4, "draft_n_accepted": 3}
-    found = read(item, Told({**choice, "timings": timings}, seconds=9.0))
+    found = read_answer(item, Told({**choice, "timings": timings}, seconds=9.0))
     assert (found.tokens, found.seconds, found.drafted, found.accepted) == (7, 0.35, 4, 3)
-    found = read(item, Told(choice, seconds=2.0))
+    found = read_answer(item, Told(choice, seconds=2.0))
     assert (found.tokens, found.seconds, found.drafted) == (5, 2.0, None)
-    found = read(item, Told({**choice, "timings": {"predicted_ms": "soon", "draft_n": True}}))
+    found = read_answer(
+        item, Told({**choice, "timings": {"predicted_ms": "soon", "draft_n": True}})
+    )
     assert (found.tokens, found.seconds, found.drafted) == (None, None, 0)
-    assert read(item, Told(problem="HTTP 500", http_status=500)).problem == "HTTP 500"
+    assert read_answer(item, Told(problem="HTTP 500", http_status=500)).problem == "HTTP 500"
 
 
 @given(st.lists(st.sampled_from(LINES), max_size=30))
-def test_a_log_is_read_once_for_everything(written: list[str]) -> None:
+def test_benchmark_log_is_read_once_for_everything(written: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "server.log")
         path.write_text("".join(f"{line}\n" for line in written))
@@ -82,7 +89,7 @@ def test_a_log_is_read_once_for_everything(written: list[str]) -> None:
 
 
 @pytest.mark.parametrize("engine", ["llama.cpp", "vllm"])
-def test_both_servers_are_asked_the_same(engine: str) -> None:
+def test_benchmark_requests_are_equal_and_greedy(engine: str) -> None:
     """Greedy, from a fixed seed, without the prompt cache of an engine that has a switch for it."""
 
     def answer(path: str, body: dict[str, Any]) -> Any:
@@ -107,7 +114,7 @@ def test_both_servers_are_asked_the_same(engine: str) -> None:
     assert len(pictures) == 2
 
 
-def test_where_nobody_answers_the_rounds_end() -> None:
+def test_benchmark_ends_if_the_server_is_gone() -> None:
     said = generate(
         Talk(Scripted(lambda *_: Unreachable("connection refused", refused=True)), endpoint()),
         Request(), items(), 40,
@@ -116,8 +123,8 @@ def test_where_nobody_answers_the_rounds_end() -> None:
     assert [s.problem for s in said[0]] == ["connection refused"]
 
 
-def test_drafts_of_an_engine_that_counts_for_all() -> None:
-    """No answer tells of drafts, and the counters do: only what came meanwhile counts."""
+def test_benchmark_drafts_by_counters() -> None:
+    """Answers without draft counts: the difference of the counters counts."""
     made = iter([(100, 60), (400, 240)])
 
     def answer(path: str, body: dict[str, Any]) -> Any:
@@ -134,10 +141,10 @@ def test_drafts_of_an_engine_that_counts_for_all() -> None:
             )
             return Reply(200, {}, text.encode(), 0.01)
 
-    what = Wants(Probe(), items(), 20, rounds=1)
+    what = Workload(Probe(), items(), 20, rounds=1)
     heard = Measure(cast(Context, Counting(answer)), what, speed_only=True)
     proof = heard(endpoint("vllm"), cast(Known, None))
     assert proof.passed
     assert heard.counted == (300, 180)
-    one = side("with", "b", heard, Path("server.log"), Read(), None)
+    one = side_of("with", "b", heard, Path("server.log"), LogReport(), None)
     assert one.drafts(frozenset(one.items)) == (300, 180)

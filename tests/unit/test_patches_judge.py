@@ -1,4 +1,4 @@
-"""The verdict of a patch: what each kind of evidence makes of it, and that none makes it clean."""
+"""The verdict on a patch for each kind of evidence; missing evidence is never clean."""
 
 from __future__ import annotations
 
@@ -11,15 +11,26 @@ from hypothesis import strategies as st
 
 from bakehouse.checks import Verdict, not_passed
 from bakehouse.lock import ArchivePin, FilePin, Lock, PatchPin
-from bakehouse.patches.evidence import Grave, Side, Spoken, speed_of
-from bakehouse.patches.judge import Judged, faster, judge, parting, slower
+from bakehouse.patches.judge import (
+    Conclusion,
+    GeneratedAnswer,
+    SevereFinding,
+    Side,
+    conclude_verdict,
+    evidence_of,
+    faster,
+    parting,
+    report_lines,
+    slower,
+    speed_of,
+)
 from bakehouse.patches.kinds import kinds_of
 from bakehouse.patches.manifest import Expect
-from bakehouse.patches.tell import evidence, lines
 from bakehouse.records.model import SuiteRecord
 
 QUIET = ["0.00.000.001 I srv  start", *["0.00.000.002 I slot 1 | done"] * 12]
 PLAIN = Expect()
+IMAGE_FAILS = GeneratedAnswer(item="image", problem="HTTP 500")
 
 
 def suites(**verdicts: str) -> tuple[SuiteRecord, ...]:
@@ -31,12 +42,12 @@ def suites(**verdicts: str) -> tuple[SuiteRecord, ...]:
 
 def rounds(
     rate: float = 20.0, spread: float = 0.5, text: str = "a harbour", **more: Any
-) -> tuple[tuple[Spoken, ...], ...]:
+) -> tuple[tuple[GeneratedAnswer, ...], ...]:
     """Three rounds of two items, `rate` tokens a second give or take `spread`."""
     speeds = (rate - spread, rate, rate + spread)
     return tuple(
         tuple(
-            Spoken(item=name, text=f"{text} {name}", tokens=60, seconds=60 / speed,
+            GeneratedAnswer(item=name, text=f"{text} {name}", tokens=60, seconds=60 / speed,
                    drafted=0, accepted=0).model_copy(update=more)
             for name in ("prose", "code")
         )
@@ -57,8 +68,8 @@ def side(name: str = "with", log: list[str] | None = None, **over: Any) -> Side:
 BASE = side("without")
 
 
-def verdict(patched: Side, without: Side = BASE, expect: Expect = PLAIN, **more: Any) -> Judged:
-    found = judge(without, patched, expect, **more)
+def verdict(patched: Side, without: Side = BASE, expect: Expect = PLAIN, **more: Any) -> Conclusion:
+    found = conclude_verdict(without, patched, expect, **more)
     assert found.reasons
     if found.word in ("clean", "no effect"):
         assert not [c for c in not_passed(found.checks) if c.verdict is Verdict.UNKNOWN]
@@ -69,7 +80,7 @@ def errors(count: int, text: str = "llama_decode[1] returned -1") -> list[str]:
     return [f"0.07.{n % 1000:03d}.118 E {text}" for n in range(count)]
 
 
-def test_what_shows_in_nothing_has_no_effect() -> None:
+def test_verdict_no_effect_if_nothing_differs() -> None:
     found = verdict(side())
     assert found.word == "no effect"
     assert all(c.passed for c in found.checks)
@@ -77,13 +88,13 @@ def test_what_shows_in_nothing_has_no_effect() -> None:
     assert found.speed.ratio == 1.0
 
 
-def test_a_difference_that_is_no_worse_is_clean() -> None:
+def test_verdict_clean_if_a_difference_is_no_worse() -> None:
     found = verdict(side(log=[*QUIET, "0.00.000.003 I srv  the patch is in"]))
     assert found.word == "clean"
     assert "the patch is in" in found.reasons[0]
 
 
-def test_one_kind_of_error_that_only_the_patched_run_has() -> None:
+def test_verdict_experimental_by_a_new_kind_of_error() -> None:
     found = verdict(side(log=[*QUIET, *errors(2661)]))
     assert found.word == "experimental"
     assert "2,661 times, never without: llama_decode[1] returned <n>" in found.reasons[0]
@@ -92,7 +103,7 @@ def test_one_kind_of_error_that_only_the_patched_run_has() -> None:
     assert bad.where.startswith("with/server.log:14: llama_decode[1]")
 
 
-def test_an_error_that_was_there_before_is_not_the_patch() -> None:
+def test_verdict_ignores_errors_of_the_unpatched_log() -> None:
     before = side("without", log=[*QUIET, *errors(100)])
     assert verdict(side(log=[*QUIET, *errors(103)]), before).word == "no effect"
     found = verdict(side(log=[*QUIET, *errors(400)]), before)
@@ -100,73 +111,74 @@ def test_an_error_that_was_there_before_is_not_the_patch() -> None:
     assert "more often" in found.reasons[0]
 
 
-def test_one_part_that_fails_is_not_another() -> None:
+def test_verdict_tells_failing_parts_apart() -> None:
     before = side("without", log=[*QUIET, *errors(50, "llama_decode[0] returned -1")])
     found = verdict(side(log=[*QUIET, *errors(50, "llama_decode[1] returned -1")]), before)
     assert found.word == "experimental"
 
 
-@pytest.mark.parametrize(
-    ("over", "word", "says"),
-    [
-        ({"suites": suites(facts="wrong", fluency="true")}, "harmful", "suite facts passes"),
-        ({"suites": suites(facts="true", fluency="unstable")}, "harmful", "suite fluency"),
-        ({"suites": suites(facts="true")}, "experimental", "fluency"),
-        ({"suites": suites(facts="true (provisional)", fluency="true")}, "no effect", "nothing"),
-        ({"problem": "it died: SIGSEGV"}, "harmful", "it died: SIGSEGV"),
-        ({"problem": "it does not build: x.cpp:1", "asked": False}, "harmful", "does not build"),
-        ({"rounds": rounds(rate=15.0)}, "harmful", "slower: x0.75"),
-        ({"rounds": rounds(rate=19.0)}, "no effect", "nothing"),
-        ({"rounds": rounds(rate=25.0)}, "clean", "faster: x1.25"),
-        ({"rounds": rounds(text="another harbour")}, "experimental", "prose: parts after"),
-        ({"rounds": rounds(problem="HTTP 500: it broke")}, "harmful", "HTTP 500: it broke"),
-        ({"rounds": ()}, "experimental", "nothing was generated"),
-        ({"rounds": rounds(seconds=None)}, "experimental", "decode speed is not known"),
-        ({"beyond": 1}, "experimental", "too many kinds"),
-        ({"kinds": (), "lines": 0}, "experimental", "too many kinds"),
-        ({"graves": (Grave(id="x", severity="silent", count=2, line_number=3, line="l"),)},
-         "harmful", "silent: x, 2 times"),
-        ({"graves": (Grave(id="x", severity="lost", count=2, line_number=3, line="l"),)},
-         "experimental", "lost: x, 2 times"),
-    ],
-)  # fmt: skip
-def test_what_evidence_makes_of_it(over: Mapping[str, Any], word: str, says: str) -> None:
-    found = verdict(side(**over))
-    assert found.word == word
-    assert says in " | ".join(found.reasons)
+EVIDENCE: list[tuple[Mapping[str, Any], str, str]] = [
+    ({"suites": suites(facts="wrong", fluency="true")}, "harmful", "suite facts passes"),
+    ({"suites": suites(facts="true", fluency="unstable")}, "harmful", "suite fluency"),
+    ({"suites": suites(facts="true")}, "experimental", "fluency"),
+    ({"suites": suites(facts="true (provisional)", fluency="true")}, "no effect", "nothing"),
+    ({"problem": "it died: SIGSEGV"}, "harmful", "it died: SIGSEGV"),
+    ({"problem": "it does not build: x.cpp:1", "asked": False}, "harmful", "does not build"),
+    ({"rounds": rounds(rate=15.0)}, "harmful", "slower: x0.75"),
+    ({"rounds": rounds(rate=19.0)}, "no effect", "nothing"),
+    ({"rounds": rounds(rate=25.0)}, "clean", "faster: x1.25"),
+    ({"rounds": rounds(text="another harbour")}, "experimental", "prose: differs after"),
+    ({"rounds": rounds(problem="HTTP 500: it broke")}, "harmful", "HTTP 500: it broke"),
+    ({"rounds": ()}, "experimental", "there are no answers"),
+    ({"rounds": rounds(seconds=None)}, "experimental", "decode speed is unknown"),
+    ({"beyond": 1}, "experimental", "too many kinds"),
+    ({"kinds": (), "lines": 0}, "experimental", "too many kinds"),
+    ({"graves": (SevereFinding(id="x", severity="silent", count=2, line_number=3, line="l"),)},
+     "harmful", "silent: x, 2 times"),
+    ({"graves": (SevereFinding(id="x", severity="lost", count=2, line_number=3, line="l"),)},
+     "experimental", "lost: x, 2 times"),
+]  # fmt: skip
 
 
-def test_noise_is_no_difference() -> None:
+def test_verdict_by_evidence() -> None:
+    found = [verdict(side(**over)) for over, _, _ in EVIDENCE]
+    assert [one.word for one in found] == [word for _, word, _ in EVIDENCE]
+    reasons = [" | ".join(one.reasons) for one in found]
+    rows = zip(EVIDENCE, reasons, strict=True)
+    assert not [(says, given) for (_, _, says), given in rows if says not in given]
+
+
+def test_verdict_ignores_noise_in_speed() -> None:
     found = verdict(
         side(rounds=rounds(rate=15.0, spread=4.0)), side("without", rounds=rounds(20.0, 2.0))
     )
     assert found.word == "no effect"
     assert found.speed
-    assert "inside the noise" in str(found.speed)
+    assert "within noise" in str(found.speed)
 
 
-def test_answers_may_differ_where_the_patch_says_so() -> None:
+def test_verdict_clean_if_answers_may_differ() -> None:
     expect = Expect.model_validate({"answers_may_differ": True})
     found = verdict(side(rounds=rounds(text="another")), expect=expect)
     assert found.word == "clean"
-    assert found.reasons == ("prose is answered otherwise", "code is answered otherwise")
+    assert found.reasons == ("prose has another answer", "code has another answer")
 
 
-def test_servers_that_differ_from_themselves_cannot_be_compared() -> None:
+def test_verdict_experimental_if_answers_vary_between_rounds() -> None:
     mixed = (*rounds(text="one")[:1], *rounds(text="two")[:1], *rounds(text="three")[:1])
     found = verdict(side(rounds=mixed))
     assert found.word == "experimental"
     assert "cannot be compared" in found.reasons[0]
 
 
-def test_a_fix_is_judged_by_the_suites_that_only_it_passes() -> None:
-    """Image requests fail without the patch: what they answer with it is judged by the suite."""
+def test_verdict_on_a_fix_by_the_suites_that_only_it_passes() -> None:
+    """Image requests fail without the patch: the suite judges the answers with it."""
     before = side(
         "without", log=[*QUIET, *errors(6, "decode: failed to initialize batch")],
         suites=suites(facts="true", vision="wrong"),
-        rounds=tuple((*each, Spoken(item="image", problem="HTTP 500")) for each in rounds()),
+        rounds=tuple((*each, IMAGE_FAILS) for each in rounds()),
     )  # fmt: skip
-    seen = Spoken(item="image", text="maps", tokens=60, seconds=3.0, drafted=0, accepted=0)
+    seen = GeneratedAnswer(item="image", text="maps", tokens=60, seconds=3.0, drafted=0, accepted=0)
     after = side(
         suites=suites(facts="true", vision="true"),
         rounds=tuple((*each, seen) for each in rounds()),
@@ -176,20 +188,20 @@ def test_a_fix_is_judged_by_the_suites_that_only_it_passes() -> None:
     assert "suite vision passes with the patch only" in found.reasons
     image = next(c for c in found.checks if c.id == "patch.answers.image")
     assert "HTTP 500" in image.observed
-    assert "judge it instead" in image.observed
+    assert "instead" in image.observed
     blind = after.model_copy(update={"suites": suites(facts="true")})
     assert verdict(blind, before.model_copy(update={"suites": suites(facts="true")})).word == (
         "experimental"
     )
 
 
-def test_the_seed_as_it_was_measured() -> None:
+def test_verdict_on_the_patch_measured_in_the_field() -> None:
     """Images work, acceptance holds, and 2,661 errors that no unpatched log has: experimental."""
 
-    def run(*items: tuple[str, int, int]) -> tuple[tuple[Spoken, ...], ...]:
-        said = [Spoken(item=n, text="x", tokens=90, seconds=5.0, drafted=made, accepted=kept)
-                for n, made, kept in items]  # fmt: skip
-        return (tuple(said),)
+    def run(*items: tuple[str, int, int]) -> tuple[tuple[GeneratedAnswer, ...], ...]:
+        one = GeneratedAnswer(item="", text="x", tokens=90, seconds=5.0)
+        changes = [{"item": n, "drafted": made, "accepted": kept} for n, made, kept in items]
+        return (tuple(one.model_copy(update=change) for change in changes),)
 
     lost = [
         "E decode: failed to initialize batch",
@@ -198,7 +210,7 @@ def test_the_seed_as_it_was_measured() -> None:
     ]
     before = side(
         "without", log=[*QUIET, *lost * 3], suites=suites(facts="true", vision="wrong"),
-        rounds=((*run(("prose", 1008, 364))[0], Spoken(item="image", problem="HTTP 500")),),
+        rounds=((*run(("prose", 1008, 364))[0], IMAGE_FAILS),),
     )  # fmt: skip
     after = side(
         log=[*QUIET, *errors(2661)],
@@ -216,75 +228,76 @@ def test_the_seed_as_it_was_measured() -> None:
     assert any("head=0 failed rc=<n> (pos=<n>)" in c.text for c in gone)
 
 
-def test_without_a_server_to_compare_with_nothing_is_clean() -> None:
+def test_verdict_is_never_clean_without_an_unpatched_server() -> None:
     dead = side("without", asked=False, problem="it ended", suites=(), rounds=(), kinds=(), lines=0)
     found = verdict(side(), dead)
     assert found.word == "experimental"
-    assert "could not be compared with (it ended); the patched one" in found.reasons[0]
+    assert "could not be measured (it ended); the patched one" in found.reasons[0]
     lame = side("without", problem="it died in the middle")
     assert verdict(side(), lame).word == "experimental"
-    nothing = judge(dead, side(asked=False, problem="it ended too"), PLAIN)
+    nothing = conclude_verdict(dead, side(asked=False, problem="it ended too"), PLAIN)
     assert nothing.word is None
     assert nothing.reasons == ("with: it ended too", "without: it ended")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "word"),
-    [
-        ((1000, 360), (1000, 365), "no effect"),
-        ((1000, 360), (1000, 250), "harmful"),
-        ((1000, 360), (0, 0), "harmful"),
-        ((1000, 360), (1000, 340), "no effect"),
-        ((10, 5), (10, 4), "no effect"),
-        ((0, 0), (1000, 300), "experimental"),
-        ((0, 0), (0, 0), "experimental"),
-    ],
-)
-def test_acceptance(old: tuple[int, int], new: tuple[int, int], word: str) -> None:
-    def drafts(made: int, kept: int) -> tuple[tuple[Spoken, ...], ...]:
+ACCEPTANCE: list[tuple[tuple[int, int], tuple[int, int], str]] = [
+    ((1000, 360), (1000, 365), "no effect"),
+    ((1000, 360), (1000, 250), "harmful"),
+    ((1000, 360), (0, 0), "harmful"),
+    ((1000, 360), (1000, 340), "no effect"),
+    ((10, 5), (10, 4), "no effect"),
+    ((0, 0), (1000, 300), "experimental"),
+    ((0, 0), (0, 0), "experimental"),
+]
+"""Drafts made and accepted without the patch, and with it; the verdict."""
+
+
+def test_verdict_by_acceptance() -> None:
+    def drafts(made: int, kept: int) -> tuple[tuple[GeneratedAnswer, ...], ...]:
         first, *rest = rounds()
         one = first[0].model_copy(update={"drafted": made, "accepted": kept})
         return ((one, *first[1:]), *rest)
 
-    before = side("without", rounds=drafts(*old))
-    found = verdict(side(rounds=drafts(*new)), before, speculates=True)
-    assert found.word == word
     bounds = Expect.model_validate({"acceptance": {"least": 0.3, "most": 0.99}})
-    bounded = verdict(side(rounds=drafts(*new)), before, bounds, speculates=True)
-    low = new[0] > 0 and new[1] / new[0] < 0.3
-    assert bounded.word == ("harmful" if low else word)
+    found, bounded = [], []
+    for old, new, word in ACCEPTANCE:
+        before, after = side("without", rounds=drafts(*old)), side(rounds=drafts(*new))
+        found.append(verdict(after, before, speculates=True).word)
+        low = new[0] > 0 and new[1] / new[0] < 0.3
+        got = verdict(after, before, bounds, speculates=True).word
+        bounded.append((got, "harmful" if low else word))
+    assert found == [word for *_, word in ACCEPTANCE]
+    assert [got for got, _ in bounded] == [want for _, want in bounded]
 
 
-@pytest.mark.parametrize(
-    ("expect", "now", "before", "word"),
-    [
-        ({"must_appear": [{"pattern": "p"}]}, 3, 0, "clean"),
-        ({"must_appear": [{"pattern": "p"}]}, 0, 0, "no effect"),
-        ({"must_appear": [{"pattern": "p"}]}, 3, 3, "no effect"),
-        ({"must_appear": [{"pattern": "p", "least": 5}]}, 3, 0, "no effect"),
-        ({"must_appear": [{"pattern": "p", "least": 2, "most": 4}]}, 3, 0, "clean"),
-        ({"must_appear": [{"pattern": "p"}]}, 0, 4, "experimental"),
-        ({"must_not_appear": [{"pattern": "p"}]}, 0, 6, "clean"),
-        ({"must_not_appear": [{"pattern": "p"}]}, 6, 6, "no effect"),
-        ({"must_not_appear": [{"pattern": "p"}]}, 0, 0, "no effect"),
-        ({"must_not_appear": [{"pattern": "p"}]}, 1, 0, "experimental"),
-        ({"must_not_appear": [{"pattern": "p"}]}, 9, 6, "experimental"),
-        ({"must_not_appear": [{"pattern": "p", "most": 10}]}, 9, 6, "no effect"),
-    ],
-)
-def test_what_the_manifest_expects_of_the_log(
-    expect: Mapping[str, Any], now: int, before: int, word: str
-) -> None:
-    found = verdict(
-        side(matches={"p": now}), side("without", matches={"p": before}),
-        Expect.model_validate(expect),
-    )  # fmt: skip
-    assert found.word == word
-    unseen = verdict(side(), side("without"), Expect.model_validate(expect))
-    assert unseen.word == "experimental"
+EXPECTED_LINES: list[tuple[Mapping[str, Any], int, int, str]] = [
+    ({"must_appear": [{"pattern": "p"}]}, 3, 0, "clean"),
+    ({"must_appear": [{"pattern": "p"}]}, 0, 0, "no effect"),
+    ({"must_appear": [{"pattern": "p"}]}, 3, 3, "no effect"),
+    ({"must_appear": [{"pattern": "p", "least": 5}]}, 3, 0, "no effect"),
+    ({"must_appear": [{"pattern": "p", "least": 2, "most": 4}]}, 3, 0, "clean"),
+    ({"must_appear": [{"pattern": "p"}]}, 0, 4, "experimental"),
+    ({"must_not_appear": [{"pattern": "p"}]}, 0, 6, "clean"),
+    ({"must_not_appear": [{"pattern": "p"}]}, 6, 6, "no effect"),
+    ({"must_not_appear": [{"pattern": "p"}]}, 0, 0, "no effect"),
+    ({"must_not_appear": [{"pattern": "p"}]}, 1, 0, "experimental"),
+    ({"must_not_appear": [{"pattern": "p"}]}, 9, 6, "experimental"),
+    ({"must_not_appear": [{"pattern": "p", "most": 10}]}, 9, 6, "no effect"),
+]
 
 
-def test_an_expected_suite_that_nobody_asked_is_not_passed() -> None:
+def test_verdict_by_expected_log_lines() -> None:
+    expects = [Expect.model_validate(expect) for expect, *_ in EXPECTED_LINES]
+    found = [
+        verdict(side(matches={"p": now}), side("without", matches={"p": before}), expect).word
+        for expect, (_, now, before, _) in zip(expects, EXPECTED_LINES, strict=True)
+    ]
+    assert found == [word for *_, word in EXPECTED_LINES]
+    unseen = {verdict(side(), side("without"), expect).word for expect in expects}
+    assert unseen == {"experimental"}
+
+
+def test_verdict_experimental_if_an_expected_suite_did_not_run() -> None:
     expect = Expect.model_validate({"suites": ["vision"]})
     assert verdict(side(), expect=expect).word == "experimental"
     both = suites(facts="true", fluency="true", vision="wrong")
@@ -315,10 +328,10 @@ def test_an_expected_suite_that_nobody_asked_is_not_passed() -> None:
         }
     ),
 )
-def test_clean_is_never_said_of_missing_evidence(
+def test_verdict_is_never_clean_without_evidence(
     now: dict[str, Any], before: dict[str, Any]
 ) -> None:
-    found = judge(side("without", **before), side(**now), PLAIN)
+    found = conclude_verdict(side("without", **before), side(**now), PLAIN)
     assert found.reasons
     if found.word in ("clean", "no effect"):
         assert all(c.passed for c in found.checks)
@@ -331,7 +344,7 @@ def test_clean_is_never_said_of_missing_evidence(
         assert any(c.verdict is Verdict.FAILED for c in found.checks)
 
 
-def test_speed_is_of_what_both_answered() -> None:
+def test_verdict_speed_is_of_what_both_answered() -> None:
     broken = tuple((a, b.model_copy(update={"problem": "x"})) for a, b in rounds(10.0, 0.0))
     found = speed_of(side("without"), side(rounds=broken))
     assert found
@@ -345,20 +358,22 @@ def test_speed_is_of_what_both_answered() -> None:
     assert not faster(near)
 
 
-@pytest.mark.parametrize(
-    ("rate", "word"), [(31.0, "clean"), (22.0, "no effect"), (20.0, "no effect"), (10.0, "harmful")]
-)
-def test_a_gain_that_is_expected(rate: float, word: str) -> None:
+def test_verdict_by_an_expected_gain_in_speed() -> None:
     expect = Expect.model_validate({"speed": 1.5})
-    assert verdict(side(rounds=rounds(rate)), expect=expect).word == word
+    got = {r: verdict(side(rounds=rounds(r)), expect=expect).word for r in (31.0, 22.0, 20.0, 10.0)}
+    assert got == {31.0: "clean", 22.0: "no effect", 20.0: "no effect", 10.0: "harmful"}
 
 
-def test_where_two_texts_part() -> None:
-    assert parting("abcd", "abXd").startswith("parts after 2 of 4 characters: 'Xd' where 'cd'")
-    assert parting("ab", "abc").startswith("parts after 2 of 3 characters: 'c' where ''")
+def test_verdict_shows_where_two_texts_differ() -> None:
+    assert parting("abcd", "abXd").startswith(
+        "differs after 2 of 4 characters: 'Xd', without the patch 'cd'"
+    )
+    assert parting("ab", "abc").startswith(
+        "differs after 2 of 3 characters: 'c', without the patch ''"
+    )
 
 
-def test_what_is_told_is_clean_and_whole() -> None:
+def test_verdict_report_is_printable_and_complete() -> None:
     hostile = side(log=[*QUIET, "0.00.000.001 E \x1b]0;x\x07 \u202e broke"])
     found = verdict(hostile)
     pin = PatchPin(id="7", file=FilePin(path="p", size=1, sha256="c" * 64))
@@ -371,16 +386,16 @@ def test_what_is_told_is_clean_and_whole() -> None:
     )
     lock = Lock(recipe="r", engine="llama.cpp", wants="0", source=source, source_tree="6" * 40,
                 patches=(pin,), weights={})  # fmt: skip
-    told = lines("o/n#7", pin, lock, found, (BASE, hostile))
+    told = report_lines("o/n#7", pin, lock, found, (BASE, hostile))
     assert all(line.isprintable() for line in told)
     assert told[-1].startswith("EXPERIMENTAL: ")
-    kept = evidence(found, BASE, hostile)
+    kept = evidence_of(found, BASE, hostile)
     assert kept["errors"][0]["with"] == 1
     assert kept["speed"].startswith("x1.00")
     assert kept["suites"] == {"facts": "true, without true", "fluency": "true, without true"}
 
 
-@pytest.mark.parametrize("pattern", ["(", "[", "a{2,1}", "(?P<x"])
-def test_a_pattern_that_is_none_is_refused(pattern: str) -> None:
-    with pytest.raises(ValueError, match="no regular expression"):
-        Expect.model_validate({"must_appear": [{"pattern": pattern}]})
+def test_expected_log_pattern_must_be_a_regular_expression() -> None:
+    for pattern in ("(", "[", "a{2,1}", "(?P<x"):
+        with pytest.raises(ValueError, match="not a regular expression"):
+            Expect.model_validate({"must_appear": [{"pattern": pattern}]})
