@@ -14,7 +14,7 @@ from bakehouse.checks import Check
 from bakehouse.lock import Lock
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.variables import Paths
+from bakehouse.recipe.template import Paths
 
 NONCE_ALIAS = "~bakehouse-"
 """What the nonce of a run follows, in the second name of a server."""

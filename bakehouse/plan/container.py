@@ -15,7 +15,7 @@ from bakehouse.lock import Lock
 from bakehouse.ports.docker import OURS, ContainerSpec, Mount, Published
 from bakehouse.preflight.volumes import WEIGHTS, volumes
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.variables import Paths, StandIn
+from bakehouse.recipe.template import Paths, StandIn
 
 ANY = "0.0.0.0"  # noqa: S104 - of the container alone; what the host publishes is another address
 SERVER = f"{OURS}.server"

@@ -11,9 +11,9 @@ from bakehouse.lock import ImagePin, Lock
 from bakehouse.plan import dockerfile
 from bakehouse.plan.built import base_name, build_argv, labels_of, tag_of
 from bakehouse.plan.types import Asks, ImagePlan, Step
-from bakehouse.recipe.argv import Origin, render
+from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.variables import trial_variables
+from bakehouse.recipe.template import render, trial_variables
 
 RULES = 1
 """Raised when the same inputs would give another image."""

@@ -10,9 +10,9 @@ from bakehouse.places import Places
 from bakehouse.plan.container import ANY, inside, plan_container, weight_mounts
 from bakehouse.plan.types import ServePlan
 from bakehouse.preflight.address import bind_address
-from bakehouse.recipe.argv import Origin, render
+from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.variables import Paths, template_variables
+from bakehouse.recipe.template import Paths, render, template_variables
 
 
 def plan_serve(

@@ -24,7 +24,7 @@ from bakehouse.plan.serve import plan_serve
 from bakehouse.plan.types import BuildPlan, ImagePlan, Plan, Step
 from bakehouse.recipe.load import Loaded
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.variables import Paths
+from bakehouse.recipe.template import Paths
 from bakehouse.sources.weights import locate
 from bakehouse.toolchain import Tools, find_tools
 from bakehouse.toolkit.settle import for_builder

@@ -24,7 +24,7 @@ from bakehouse.engines.vllm import flags
 from bakehouse.errors import RecipeError
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.variables import trial_variables
+from bakehouse.recipe.template import trial_variables
 from bakehouse.toolkit.types import numbers, satisfies
 
 PREFIX = "known-bad."
@@ -202,7 +202,7 @@ def situation_of(
 
 def _command(recipe: Recipe) -> tuple[str, ...]:
     """Arguments as the engine gets them, quotes and variables resolved, paths of stand-ins."""
-    from bakehouse.recipe.argv import render  # Jinja is slow to import
+    from bakehouse.recipe.template import render  # Jinja is slow to import
 
     try:
         return render(recipe.serve.command, trial_variables(recipe), origin=Origin("recipe"))

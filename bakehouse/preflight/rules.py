@@ -16,7 +16,7 @@ from bakehouse.preflight.address import bind_address
 from bakehouse.preflight.volumes import volumes
 from bakehouse.recipe.load import Loaded, load
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.variables import trial_variables
+from bakehouse.recipe.template import trial_variables
 from bakehouse.toolkit.force import Conflict, conflicts
 
 OWN_DRAFT_CACHE = ("draft-eagle3", "draft-mtp", "draft-dflash", "draft-dspark")
@@ -102,7 +102,7 @@ def _container(loaded: Loaded) -> tuple[Fault, ...]:
 
 def _command(loaded: Loaded) -> tuple[Fault, ...]:
     """What a command holds or lacks, tried with stand-ins for binary and weights."""
-    from bakehouse.recipe.argv import render  # Jinja is slow to import
+    from bakehouse.recipe.template import render  # Jinja is slow to import
 
     recipe, origin = loaded.recipe, loaded.origin("serve", "command")
     found: tuple[Fault, ...] = ()

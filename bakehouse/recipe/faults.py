@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from bakehouse.errors import Fault
-from bakehouse.recipe.scalars import PlainBool
 from bakehouse.redact import clean
 
 MAX_MESSAGE = 400
@@ -62,16 +61,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
 
 def kind(value: Any) -> str:
-    """Say in a recipe's own terms what a value is."""
+    """Describe a value in a recipe's own terms."""
     if isinstance(value, str):
         return f"the text '{printable(value, 60)}'"
-    written = getattr(value, "text", None) or str(value).lower()
-    if isinstance(value, PlainBool | bool):
-        return f"the boolean {written}"
+    if isinstance(value, bool):
+        return f"the boolean {str(value).lower()}"
     if isinstance(value, int | float):
-        return f"the number {printable(written, 40)}"
-    words = {type(None): "null", list: "a list", tuple: "a list"}
-    return words.get(type(value), "a map" if isinstance(value, dict) else type(value).__name__)
+        return f"the number {printable(str(value), 40)}"
+    words = {type(None): "null", list: "a list", tuple: "a list", dict: "a map"}
+    return words.get(type(value), type(value).__name__)
 
 
 def dotted(path: Iterable[str | int]) -> str:

@@ -51,9 +51,7 @@ class Facts(Frozen):
         if self.must_pass and self.must_pass > asked:
             kind = "questions" if self.questions else "built-in questions"
             raise Misplaced(
-                f"must_pass is {self.must_pass}, but there are {asked} {kind}",
-                "must_pass",
-                about=("must_pass", "questions"),
+                f"must_pass is {self.must_pass}, but there are {asked} {kind}", "must_pass"
             )
         return self
 
@@ -120,7 +118,6 @@ class Speculation(Frozen):
                 f"min_acceptance {self.min_acceptance:g} is above "
                 f"max_acceptance {self.max_acceptance:g}",
                 "min_acceptance",
-                about=("min_acceptance", "max_acceptance"),
             )
         return self
 

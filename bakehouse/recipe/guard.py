@@ -32,6 +32,5 @@ class MemoryGuard(Frozen):
             raise Misplaced(
                 f"warn is {self.warn} bytes, below stop at {self.stop}: there would be no warning",
                 "warn",
-                about=("warn", "stop"),
             )
         return self

@@ -23,7 +23,6 @@ from bakehouse.recipe.yaml import (
     Table,
     Unreadable,
     compose,
-    compose_value,
 )
 
 MAX_BYTES = 2**20
@@ -236,7 +235,7 @@ def _override(tree: Table, override: str, into: Gathered) -> Table:
         into.faults.append(origin.fault("include cannot be set here", "set the values themselves"))
         return tree
     try:
-        value = compose_value(text, origin, into.faults) or Leaf(origin, None)
+        value = compose(text, origin.file, into.faults, origin) or Leaf(origin, None)
     except Unreadable as error:
         hint = "VALUE is YAML: quote text with special characters, as in --set 'key=\"*.gguf\"'"
         into.faults.append(origin.fault(error.fault.message, error.fault.hint or hint))

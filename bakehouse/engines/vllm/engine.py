@@ -14,7 +14,7 @@ from bakehouse.engines.vllm.server import Features
 from bakehouse.lock import Lock
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.variables import Paths
+from bakehouse.recipe.template import Paths
 
 
 class Vllm:
