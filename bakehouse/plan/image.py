@@ -5,15 +5,15 @@ Which architecture is meant is the engine's, which on a plain machine is the hos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bakehouse.base import digest
 from bakehouse.engines.vllm.asks import asks_of
 from bakehouse.lock import ImagePin, Lock
 from bakehouse.plan import dockerfile
 from bakehouse.plan.built import base_name, build_argv, labels_of, tag_of
 from bakehouse.plan.types import Asks, ImagePlan, Step
-from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.template import render, trial_variables
 
 RULES = 1
 """Raised when the same inputs would give another image."""
@@ -24,14 +24,12 @@ def uses_image(recipe: Recipe) -> bool:
     return recipe.image is not None or bool(recipe.build and recipe.build.where == "docker")
 
 
-def plan_image(recipe: Recipe, lock: Lock, arch: str, *, origin: Origin) -> ImagePlan:
-    """Plan the image of a vLLM recipe for `arch`; `origin` is where its command stands.
+def plan_image(recipe: Recipe, lock: Lock, arch: str, command: Sequence[str]) -> ImagePlan:
+    """Plan the image of a vLLM recipe for `arch`; `command` is the server's, with example paths.
 
-    Raises HostError where the lock has no image for that architecture, RecipeError for a command
-    that is not one.
+    Raises HostError if the lock has no image for that architecture.
     """
     pin = lock.image(arch)
-    command = render(recipe.serve.command, trial_variables(recipe), origin=origin)
     asks = asks_of(recipe, command)
     if recipe.image and recipe.image.built:
         return _overlaid(recipe, lock, arch, pin, asks)

@@ -62,8 +62,7 @@ def plan_engine(
     if here.tools is None and here.recipe.build:
         return plan_image_build(here.recipe, lock, here.host, jobs=jobs)
     if here.tools is None:
-        origin = loaded.origin("serve", "command")
-        return plan_image(here.recipe, lock, here.host.arch, origin=origin)
+        return plan_image(here.recipe, lock, here.host.arch, loaded.command)
 
     def where(keys: tuple[str, ...]) -> tuple[str, int, int]:
         origin = loaded.origin(*keys)

@@ -53,6 +53,7 @@ def known_bad(
     number = lock.build_number if lock and loaded.recipe.engine == "llama.cpp" else 0
     situation = situation_of(
         loaded.recipe,
+        loaded.command,
         toolkit=toolkit,
         capabilities=capabilities,
         tensor_types=types,

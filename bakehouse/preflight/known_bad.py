@@ -8,7 +8,7 @@ the probe has to show that the server is right.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -21,10 +21,7 @@ from pydantic import AfterValidator, Field
 from bakehouse.base import Frozen
 from bakehouse.checks import Check, check
 from bakehouse.engines.vllm import flags
-from bakehouse.errors import RecipeError
-from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.template import trial_variables
 from bakehouse.toolkit.types import numbers, satisfies
 
 PREFIX = "known-bad."
@@ -166,16 +163,17 @@ def quantisations(names: Iterable[str]) -> frozenset[str] | None:
 
 def situation_of(
     recipe: Recipe,
+    command: Sequence[str] = (),
     *,
     toolkit: str | None = None,
     capabilities: Iterable[str] = (),
     tensor_types: Iterable[str] = (),
     engine_version: str | None = None,
 ) -> Situation:
-    """What a recipe says, with what is known besides: nvcc's version, GPUs, tensors' types."""
+    """Return the facts of a recipe, its rendered `command`, nvcc's version, GPUs and weights."""
     weights = recipe.weights.model
     names = [n for n in (weights.files, weights.hub, weights.path, weights.url) if n]
-    words = _command(recipe)
+    words = tuple(command)
     pairs = [f"{a}={b}" for a, b in pairwise(words) if a.startswith("--") and "=" not in a]
     if recipe.engine == "vllm":  # which has several spellings of a flag
         read = flags.read(words).flags
@@ -198,16 +196,6 @@ def situation_of(
         flags=(*(f"{n}={v}" for n, v in cmake.items()), *words, *pairs),
         inapplicable=_inapplicable(recipe, seen),
     )
-
-
-def _command(recipe: Recipe) -> tuple[str, ...]:
-    """Arguments as the engine gets them, quotes and variables resolved, paths of stand-ins."""
-    from bakehouse.recipe.template import render  # Jinja is slow to import
-
-    try:
-        return render(recipe.serve.command, trial_variables(recipe), origin=Origin("recipe"))
-    except RecipeError:
-        return tuple(recipe.serve.command.split())
 
 
 def _inapplicable(recipe: Recipe, capabilities: set[str]) -> frozenset[str]:

@@ -16,7 +16,6 @@ from bakehouse.preflight.address import bind_address
 from bakehouse.preflight.volumes import volumes
 from bakehouse.recipe.load import Loaded, load
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.template import trial_variables
 from bakehouse.toolkit.force import Conflict, conflicts
 
 OWN_DRAFT_CACHE = ("draft-eagle3", "draft-mtp", "draft-dflash", "draft-dspark")
@@ -101,23 +100,17 @@ def _container(loaded: Loaded) -> tuple[Fault, ...]:
 
 
 def _command(loaded: Loaded) -> tuple[Fault, ...]:
-    """What a command holds or lacks, tried with stand-ins for binary and weights."""
-    from bakehouse.recipe.template import render  # Jinja is slow to import
-
+    """What the command, rendered with example paths, must not contain, or lacks."""
     recipe, origin = loaded.recipe, loaded.origin("serve", "command")
     found: tuple[Fault, ...] = ()
     try:
-        command = render(recipe.serve.command, trial_variables(recipe), origin=origin)
-    except RecipeError as error:
-        return error.faults
-    try:
-        engine_of(recipe.engine).refuse(command, recipe, origin)
+        engine_of(recipe.engine).refuse(loaded.command, recipe, origin)
     except RecipeError as error:
         found = error.faults
     if recipe.engine == "vllm":
         found += tuple(
             loaded.origin(*c.keys).fault(c.message, c.hint)
-            for c in vllm.conflicts(recipe, flags.read(command))
+            for c in vllm.conflicts(recipe, flags.read(loaded.command))
         )
     return found
 

@@ -27,7 +27,7 @@ class Loaded:
     """All files read: the recipe's own first, then its includes."""
     places: Mapping[KeyPath, Origin] = field(repr=False)
     """Where each value of a file or an override is; defaults have no place."""
-    command: tuple[str, ...] = ()
+    command: tuple[str, ...]
     """The server's command, rendered with example paths of server and weights."""
 
     @property

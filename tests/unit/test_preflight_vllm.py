@@ -16,7 +16,9 @@ from bakehouse.engines.vllm import flags
 from bakehouse.preflight import vllm
 from bakehouse.preflight.combinations import types_in
 from bakehouse.preflight.known_bad import judge, situation_of
+from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.load import load, names
+from bakehouse.recipe.template import render, trial_variables
 from tests.unit.test_vllm_server import recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -145,7 +147,8 @@ def test_a_refusal_names_what_the_recipe_wrote_and_stands_there(
 def test_a_bad_flag_is_seen_however_it_is_written(written: str) -> None:
     serve = {"command": f"vllm serve /weights/model {written}", "vars": {"impl": "transformers"}}
     made = recipe(serve=serve)
-    ids = [one.id for one in judge(made, situation_of(made), "r.yaml")]
+    command = render(made.serve.command, trial_variables(made), origin=Origin("r.yaml"))
+    ids = [one.id for one in judge(made, situation_of(made, command), "r.yaml")]
     assert ids == ["known-bad.vllm-transformers-impl"]
 
 

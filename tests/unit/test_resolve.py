@@ -149,7 +149,7 @@ def test_every_difference_is_found_at_once() -> None:
 def test_an_override_that_changes_what_is_locked_is_drift(tmp_path: Path) -> None:
     loaded = make_loaded(tmp_path, **BASE)
     locked = lock(loaded.recipe)
-    over = load(loaded.path, (f"source.commit={C2}",))
+    over = load(loaded.path, (f"source.commit='{C2}'",))
     assert [d.reason for d in drift(over.recipe, locked)] == ["commit-changed"]
     assert drift(load(loaded.path, ("serve.context=99",)).recipe, locked) == ()
 
