@@ -109,12 +109,7 @@ def test_drift_names_its_reason() -> None:
 
 def test_drift_of_an_archive() -> None:
     one = recipe(**BASE | {"source": {"archive": ARCHIVE}})
-    changes: list[tuple[str, Any]] = [
-        ("pypi", "some-engine==2.0"),
-        ("sha256", SHA2),
-        ("folder", "other"),
-        ("number", 8),
-    ]
+    changed = {"pypi": "some-engine==2.0", "sha256": SHA2, "folder": "other", "number": 8}
     for key, value in changed.items():
         other = recipe(**BASE | {"source": {"archive": {**ARCHIVE, key: value}}})
         (found,) = drift(other, lock(one, source=ARCHIVE_PIN))

@@ -129,8 +129,10 @@ def test_features_not_requested_are_not_checked() -> None:
 
 
 def test_command_without_gpu_layers_runs_on_the_cpu() -> None:
-    rows: list[tuple[tuple[str, ...], int | None, bool]] = [((), 0, True), (("-ngl", "0"), None, True), (("--gpu-layers", "0"), None, True),
-     ((), None, False), ((), 99, False), (("-ngl", "99"), None, False)]  # fmt: skip
+    rows: list[tuple[tuple[str, ...], int | None, bool]] = [
+        ((), 0, True), (("-ngl", "0"), None, True), (("--gpu-layers", "0"), None, True),
+        ((), None, False), ((), 99, False), (("-ngl", "99"), None, False),
+    ]  # fmt: skip
     found = [features(*command, gpu_layers=layers).cpu for command, layers, _ in rows]
     assert found == [cpu for _, _, cpu in rows]
 
