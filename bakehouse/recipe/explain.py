@@ -58,7 +58,8 @@ def validate(
 
 def _is_echo(error: Any) -> bool:
     """Whether a list counts as too short only because of its invalid items."""
-    return error["type"] == "too_short" and len(error["input"]) >= error["ctx"]["min_length"]
+    short = error["type"] == "too_short"
+    return short and bool(len(error["input"]) >= error["ctx"]["min_length"])
 
 
 def _is_misspelled(error: Any, unknown: Sequence[KeyPath]) -> bool:

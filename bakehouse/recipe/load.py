@@ -1,4 +1,4 @@
-"""A recipe file to a `Loaded` recipe: includes, overrides, the model, the template, all faults."""
+"""Load a recipe: includes, overrides, validation and the command, with every fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIX = ".yaml"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A recipe and where it came from."""
+    """A valid recipe, its files and its command."""
 
     recipe: Recipe
     path: Path
@@ -32,16 +32,16 @@ class Loaded:
 
     @property
     def folder(self) -> Path:
-        """What relative paths in the recipe are relative to."""
+        """The folder that relative paths in the recipe start from."""
         return self.path.parent
 
     def origin(self, *path: str | int) -> Origin:
-        """Give the place of a value, or of the nearest map around it."""
+        """Return the place of a value, or of the nearest map around it."""
         return Places(self.places, {}).of(path)
 
 
 def names(folder: Path) -> tuple[str, ...]:
-    """Names of the recipes in a folder, sorted; files that begin with `_` are parts, no recipes."""
+    """Return the sorted names of recipes in a folder, without files that begin with `_`."""
     try:
         found = [entry.name for entry in os.scandir(folder) if entry.name.endswith(SUFFIX)]
     except OSError:
@@ -50,7 +50,7 @@ def names(folder: Path) -> tuple[str, ...]:
 
 
 def find(name: str, folder: Path) -> Path:
-    """Give the file that `--recipe` means: a name in `folder`, or a path. Raises NotFound."""
+    """Return the file of `--recipe`: a name in `folder`, or a path. Raises NotFound."""
     is_path = "/" in name or name.endswith((SUFFIX, ".yml"))
     path = Path(name) if is_path else folder / f"{name}{SUFFIX}"
     if name and _is_there(path):
@@ -58,7 +58,7 @@ def find(name: str, folder: Path) -> Path:
     there = names(folder)
     base = Path(name).name.removesuffix(".yml").removesuffix(SUFFIX)
     hint = did_you_mean(base, there) or (
-        f"there are {', '.join(there)}" if there else f"{shown(folder)} holds no recipes"
+        f"available: {', '.join(there)}" if there else f"no recipes in {shown(folder)}"
     )
     leads = f", a link to {printable(os.readlink(path), 200)}" if os.path.islink(path) else ""
     where = f"{shown(path)}{leads}"
@@ -66,7 +66,7 @@ def find(name: str, folder: Path) -> Path:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether something is there, perhaps nothing that can be read: loading it says what."""
+    """Whether the path exists, readable or not; loading reports the rest."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL

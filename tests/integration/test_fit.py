@@ -330,7 +330,7 @@ def test_nothing_there(hub: tuple[FakeHub, Context]) -> None:
     with pytest.raises(NotFound):
         fit.run(ctx, fit.Options(hub="o/other", host="gb10"))
     fake.put("README.md", b"", 5)
-    with pytest.raises(NotFound, match="holds no GGUF"):
+    with pytest.raises(NotFound, match="has no GGUF"):
         fit.run(ctx, fit.Options(hub="o/m", host="gb10"))
 
 

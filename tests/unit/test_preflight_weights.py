@@ -81,7 +81,7 @@ def test_weights_projector_that_says_nothing_is_unknown(tmp_path: Path) -> None:
 
 def test_weights_model_in_the_place_of_a_projector_and_the_other_way_round(tmp_path: Path) -> None:
     files = {"model": [model(tmp_path)], "projector": [model(tmp_path, "p.gguf")]}
-    assert "no projector" in failed(inspect(files).checks)["projector-matches"]
+    assert "not a projector" in failed(inspect(files).checks)["projector-matches"]
     swapped = {"model": [projector(tmp_path, {}, f32("v.x", 3))]}
     assert "weights.projector" in failed(inspect(swapped, chat=False).checks)["model-architecture"]
 

@@ -90,7 +90,7 @@ def test_include_loop_through_a_link(tmp_path: Path) -> None:
 def test_include_not_found_names_its_chain(tmp_path: Path) -> None:
     write(tmp_path, "include: gone.yaml\n", "a.yaml")
     found = one(tmp_path, "include: a.yaml\nname: x\n")
-    assert found.startswith("a.yaml:1:10: there is no file 'gone.yaml', included by r.yaml -> ")
+    assert found.startswith("a.yaml:1:10: file 'gone.yaml' not found, included by r.yaml -> ")
 
 
 def test_include_broken_hides_no_other_faults(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ WRONG_OVERRIDES = {
     'serve.context': '--set serve.context: this is not KEY=VALUE (write --set KEY.KEY=VALUE',
     '=1': '--set =1: this is not KEY=VALUE',
     'serve..x=1': '--set serve..x=1: this is not KEY=VALUE',
-    'include=x.yaml': '--set include: include cannot be set here',
+    'include=x.yaml': '--set include: --set cannot change include',
     'name.x=1': "--set name.x: name is the text 'small', not a map (--set name=VALUE)",
     'serve.vars=[': '--set serve.vars: expected the node content',
     'serve.vars.x=a: b: c': '--set serve.vars.x: a colon and a space make a key',

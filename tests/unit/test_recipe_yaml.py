@@ -73,9 +73,9 @@ INVALID: list[tuple[str | bytes, str]] = [
     ('', 'r.yaml:1:1: the file is empty (a recipe is a YAML map)'),
     ('# only a comment\n', 'r.yaml:1:1: the file is empty'),
     ('---\n...\n', 'the file is empty'),
-    ('- a\n- b\n', 'r.yaml:1:1: this is a list, a recipe is a map'),
-    ('text\n', "r.yaml:1:1: this is the text 'text', a recipe is a map"),
-    ('42', 'r.yaml:1:1: this is the number 42, a recipe is a map'),
+    ('- a\n- b\n', 'r.yaml:1:1: a recipe is a map, this is a list'),
+    ('text\n', "r.yaml:1:1: a recipe is a map, this is the text 'text'"),
+    ('42', 'r.yaml:1:1: a recipe is a map, this is the number 42'),
     ('a: ' + '[' * 5000, 'more than 40 levels deep'),
     ('a: ' + '{a: ' * 5000, 'more than 40 levels deep'),
     ('a: ' + '9' * 5000, 'r.yaml:1:4: a number of 5000 digits'),
@@ -132,7 +132,7 @@ def test_yaml_faults_are_reported_together(tmp_path: Path) -> None:
 def test_recipe_must_be_a_file(tmp_path: Path, make: str) -> None:
     path = tmp_path / "r.yaml"
     wanted = {"folder": "is a folder", "pipe": "is not a regular file",
-              "absent": "there is no file", "loop": "cannot be read"}[make]  # fmt: skip
+              "absent": "not found", "loop": "cannot be read"}[make]  # fmt: skip
     if make == "folder":
         path.mkdir()
     elif make == "pipe":

@@ -248,7 +248,7 @@ def test_no_way_leads_to_a_socket(name: str, tmp_path: Path) -> None:
 
 
 def test_two_volumes_in_one_place() -> None:
-    with pytest.raises(UsageError, match="lies where 'aa:/x' lies"):
+    with pytest.raises(UsageError, match="has the same target as 'aa:/x'"):
         volumes(("aa:/x", "bb:/x/"), "/")
 
 
@@ -256,7 +256,7 @@ def test_two_volumes_in_one_place() -> None:
     ("container", "said"),
     [
         ({"volumes": ["/:/host"]}, "own socket"), ({"volumes": ["/sys:/s"]}, "kernel"),
-        ({"volumes": ["x"]}, "no volume"), ({"gpus": "--privileged"}, "which GPUs"),
+        ({"volumes": ["x"]}, "not a volume"), ({"gpus": "--privileged"}, "which GPUs"),
         ({"gpus": ""}, "which GPUs"), ({"gpus": "0"}, "which GPUs"),
     ],
 )  # fmt: skip
