@@ -188,7 +188,7 @@ def ensure_lock(
         return old
     if locked:
         raise LockError(
-            "no lock file (--locked does not create one)"
+            "no lock file found, and this task does not create one"
             if old is None
             else "--locked does not allow updating the lock",
             where=str(path),
