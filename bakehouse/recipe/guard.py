@@ -1,4 +1,4 @@
-"""The bounds of the memory guard, as a recipe sets them."""
+"""The limits of the memory guard in a recipe."""
 
 from __future__ import annotations
 

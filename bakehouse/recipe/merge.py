@@ -163,17 +163,17 @@ def _is_path(text: str) -> bool:
 def _include_list(node: Node | None, into: Gathered) -> list[Leaf]:
     if node is None or _is_null(node):
         return []
-    wanted = []
+    paths = []
     for item in node.items if isinstance(node, Items) else (node,):
         if isinstance(item, Leaf) and isinstance(item.value, str) and _is_path(item.value):
-            wanted.append(item)
+            paths.append(item)
         else:
             value = item.value if isinstance(item, Leaf) else [] if isinstance(item, Items) else {}
             into.faults.append(
                 item.origin.fault(f"include must be a path or a list of paths, got {kind(value)}")
             )
             into.broken = True
-    return wanted
+    return paths
 
 
 def _read(path: Path, asked: Origin, chain: tuple[Path, ...], into: Gathered) -> str | None:

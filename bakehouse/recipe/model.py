@@ -106,7 +106,7 @@ class Source(Frozen):
             return self
         if not SHORT_COMMIT.fullmatch(self.commit):
             raise Misplaced(
-                f"commit '{self.commit}' is malformed: 40 lower-case hex digits are wanted",
+                f"commit '{self.commit}' is malformed: write 40 lower-case hex digits",
                 "commit",
             )
         if self.ref is None:
@@ -122,17 +122,17 @@ class Cuda(Frozen):
     """The one CUDA toolkit that may be used."""
 
     version: Version
-    """`13.0` takes any 13.0.*, `13.0.88` only that one; held against nvcc's own version."""
+    """`13.0` accepts any 13.0.*, `13.0.88` only that one; compared with nvcc's own version."""
     provide: Literal["host", "pypi"] = "host"
-    """Whether the toolkit is the machine's own, or made of NVIDIA's wheels by the lock."""
+    """Whether the toolkit is the machine's own, or installed from NVIDIA's wheels in the lock."""
     path: Text | None = None
-    """The toolkit's folder, where the machine has several."""
+    """The toolkit's folder, if the machine has several."""
 
     @model_validator(mode="after")
     def _readable(self) -> Self:
         if not re.fullmatch(r"\d+(\.\d+){1,2}", self.version):
             raise Misplaced(
-                f"'{self.version}' is no toolkit version; write 13.0 or 13.0.88", "version"
+                f"'{self.version}' is not a toolkit version; write 13.0 or 13.0.88", "version"
             )
         if self.path and self.provide != "host":
             raise Misplaced(
@@ -181,7 +181,7 @@ class Build(Frozen):
 
 
 class ApiKey(Frozen):
-    """Where an API key is read from; the key itself never stands in a recipe."""
+    """Where an API key is read from; a recipe never contains the key itself."""
 
     env: Variable | None = None
     """The environment variable that holds it."""
@@ -216,7 +216,7 @@ class Image(Frozen):
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         if self.source and self.patches:
-            raise Misplaced("with a source, its patches stand in source.patches", "patches")
+            raise Misplaced("with a source, write its patches in source.patches", "patches")
         return self
 
     @property
@@ -233,9 +233,9 @@ class Container(Frozen):
     shm_size: Size | None = None
     """Bytes of /dev/shm; without it the engine gives 64 MiB."""
     memory: Size | None = None
-    """What the container may use at most; beyond it the kernel ends it."""
+    """Memory limit of the container; above it the kernel stops it."""
     user: User | None = None
-    """In place of the image's own: a name, or UID:GID."""
+    """Instead of the image's own user: a name, or UID:GID."""
     volumes: tuple[Text, ...] = ()
     """Caches and the like: SOURCE:TARGET, with :ro behind it read-only."""
     env: dict[Variable, TextOrInteger] = {}
@@ -247,11 +247,11 @@ class Serve(Frozen):
     command: Filled
     """A Jinja template for the argument list; see `recipe/template.py`."""
     host: Filled = "127.0.0.1"
-    """The address that is listened on; loopback unless there is an API key."""
+    """The address to listen on; loopback unless there is an API key."""
     port: Annotated[Whole, Field(ge=0, le=65535)] = 8080
     """0 lets the system choose."""
     slots: Annotated[Whole, Field(ge=1, le=1024)] = 1
-    """Requests that are worked on at once."""
+    """Requests processed at the same time."""
     context: Annotated[Whole, Field(ge=1)] | None = None
     """Tokens, over all slots."""
     context_max: Annotated[Whole, Field(ge=1)] | None = None
@@ -287,7 +287,7 @@ class Serve(Frozen):
 
 
 class Recipe(Frozen):
-    """What is wanted."""
+    """A recipe: which engine and model to serve, and how to build, run and verify them."""
 
     schema_version: Annotated[Literal[1], Field(alias="schema")]
     name: Name
@@ -303,11 +303,11 @@ class Recipe(Frozen):
     memory: Memory = Memory()
     probe: Probe = Probe()
     acknowledge: dict[str, Text] = {}
-    """Known-bad combinations that are used all the same: id to reason, kept in the record."""
+    """Known-bad combinations to use anyway: id to reason, kept in the record."""
     experimental: Flag = False
-    """Marks a recipe that lifts a limit by a patch; said wherever the recipe is shown."""
+    """Marks a recipe that lifts a limit by a patch; shown with the recipe everywhere."""
     secrets: tuple[Variable, ...] = ()
-    """Names of environment variables whose values must never be shown."""
+    """Names of environment variables whose values are never shown."""
 
     @property
     def tree(self) -> Source | None:
@@ -347,7 +347,7 @@ class Recipe(Frozen):
 
     @property
     def asked(self) -> Probe:
-        """What the server has to prove, with the suites that are asked where none are named."""
+        """The probe settings, with the default suites if the recipe names none."""
         suites = self.probe.suites or default_suites(
             self.engine,
             speculation=self.serve.speculation not in (None, "none"),

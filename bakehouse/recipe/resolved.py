@@ -58,10 +58,10 @@ def _leaves(value: Any, path: KeyPath) -> list[KeyPath]:
 
 def _source(loaded: Loaded, path: KeyPath) -> str:
     place = loaded.places.get(path)
-    return _said(place) if place else DEFAULT
+    return _origin_text(place) if place else DEFAULT
 
 
-def _said(place: Origin) -> str:
+def _origin_text(place: Origin) -> str:
     return f"{place.file}:{place.line}:{place.column}" if place.line else place.file
 
 
@@ -83,7 +83,7 @@ def _commented(loaded: Loaded, value: Any, path: KeyPath) -> Any:
         place = loaded.places.get(here)
         if (isinstance(below, dict) and below) or (place and place.file == own):
             continue
-        note = _said(place) if place else DEFAULT
+        note = _origin_text(place) if place else DEFAULT
         if isinstance(table[key], LiteralScalarString) or _is_block(table[key]):
             indent = 2 * len(path)
             table.yaml_set_comment_before_after_key(key, before=note, indent=indent)

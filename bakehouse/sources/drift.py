@@ -124,7 +124,7 @@ def _weight_drift(where: str, weights: Weights, pin: WeightPin) -> Iterator[Drif
 
 
 def _image_drift(recipe: Recipe, lock: Lock) -> Iterator[Drift]:
-    now = {(r, a): text for r, refs in recipe.images.items() for a, text in refs.items()}
+    now = {(r, str(a)): text for r, refs in recipe.images.items() for a, text in refs.items()}
     locked = {(r, str(a)): p.reference for r, pins in lock.images.items() for a, p in pins.items()}
     for role, arch in sorted({*locked, *now}):
         pair = locked.get((role, arch)), now.get((role, arch))
