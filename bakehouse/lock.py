@@ -1,4 +1,4 @@
-"""The lock: what a recipe resolved to, exactly, and how that is told; `resolve` makes them.
+"""The lock: the exact pins of a recipe. `resolve` writes them.
 
 Kept in git as `recipes/NAME.lock.json` beside the recipe.
 """
@@ -39,18 +39,18 @@ class GitPin(Frozen):
     url: str
     ref: str | None = None
     ref_commit: str | None = None
-    """What `ref` pointed at when the lock was written; a later difference is drift."""
+    """The commit of `ref` when the lock was written; a later difference is drift."""
     commit: str
     tree: str
     date: int
     """The commit's time, in seconds since 1970: SOURCE_DATE_EPOCH."""
     number: int | None = None
-    """Commits reachable from this one, where the history is known."""
+    """Commits reachable from this one, if the history is known."""
     submodules: tuple[SubmodulePin, ...] = ()
 
 
 class ArchivePin(Frozen):
-    """An archive file, and the git tree id of the folder that is used of it."""
+    """An archive file, and the git tree id of the folder in it that is used."""
 
     kind: Literal["archive"] = "archive"
     origin: str
@@ -64,7 +64,7 @@ class ArchivePin(Frozen):
 
 
 class PatchPin(Frozen):
-    """A patch, by content, in the order in which it is applied."""
+    """A patch by content."""
 
     id: str
     file: FilePin
@@ -76,7 +76,7 @@ class PatchPin(Frozen):
     head: str | None = None
     """The pull request's head commit when it was pinned."""
     base: str | None = None
-    """What it is applied to: the source's commit, or the tree of an archive."""
+    """Its base: the source's commit, or the tree of an archive."""
     allow: Literal["exact", "offset", "fuzz"] = "exact"
 
 
@@ -94,7 +94,7 @@ class WeightPin(Frozen):
     @field_validator("files")
     @classmethod
     def _stay_inside(cls, files: tuple[FilePin, ...]) -> tuple[FilePin, ...]:
-        """Refuse names that would lead out of the folder which the files are fetched to."""
+        """Refuse paths that lead out of the download folder."""
         for file in files:
             parts = file.path.split("/")
             if {"", ".", ".."}.intersection(parts) or "/" in file.sha256:
@@ -103,19 +103,19 @@ class WeightPin(Frozen):
 
 
 class WheelPin(FilePin):
-    """One wheel of a toolkit, for one architecture; `path` is its file name."""
+    """One wheel of a toolkit for one architecture; `path` is its file name."""
 
     requirement: str
-    """`NAME==VERSION`, by which the package index is asked."""
+    """`NAME==VERSION` in the package index."""
     arch: str
     """`x86_64` or `aarch64`."""
 
 
 class ToolkitPin(Frozen):
-    """A CUDA toolkit that Bakehouse provides: every wheel, for both architectures."""
+    """A CUDA toolkit that Bakehouse provides: all wheels for both architectures."""
 
     release: str
-    """The release whose parts these are, as NVIDIA numbers it."""
+    """NVIDIA's number of the release."""
     version: str
     """Full version of its nvcc, as in 13.0.88."""
     wheels: tuple[WheelPin, ...]
@@ -129,22 +129,22 @@ class ModPin(Frozen):
 
 
 class ImagePin(Frozen):
-    """A container image for one architecture, by content; a tag is resolved once, here."""
+    """A container image for one architecture, by content."""
 
     reference: str
     """As the recipe writes it."""
     name: str
     """The whole repository, registry included, as in docker.io/vllm/vllm-openai."""
     local: bool = False
-    """Whether only this machine has it, and no registry."""
+    """Whether it exists only on this machine, in no registry."""
     index: str | None = None
-    """Digest of the list of platforms, where the reference names one."""
+    """Digest of the list of platforms, if the reference names one."""
     digest: str | None = None
     """Digest of the manifest for this architecture; None for a local image."""
     id: str
     """Digest of the configuration, by which most engines know an image."""
     size: int
-    """Bytes to pull, packed; of a local image unpacked."""
+    """Compressed bytes to pull; uncompressed bytes of a local image."""
     layers: int = 0
     created: str = ""
     entrypoint: tuple[str, ...] = ()
@@ -170,7 +170,7 @@ class Lock(Frozen):
     recipe: str
     engine: str
     wants: str
-    """Digest of the parts of the recipe that were resolved; see `resolve.wants`."""
+    """Digest of the resolved parts of the recipe; see `resolve.wants`."""
     source: SourcePin | None = None
     patches: tuple[PatchPin, ...] = ()
     source_tree: str | None = None
@@ -182,14 +182,14 @@ class Lock(Frozen):
     mods: tuple[ModPin, ...] = ()
 
     def image(self, arch: str, role: str = "image") -> ImagePin:
-        """Give the image for an architecture. Raises HostError where the recipe names none."""
+        """Return the image for an architecture. Raises HostError if the recipe names none."""
         pins = self.images.get(role, {})
         if arch not in pins:
             named = " and ".join(sorted(pins)) or "no architecture"
             raise HostError(
                 f"this machine is {arch}, and the recipe names an image for {named}",
                 where=f"recipe {self.recipe}, {role}",
-                hint=f"add one for {arch}, then 'invoke lock --update'; an image for another "
+                hint=f"add one for {arch}, then run 'invoke lock --update'; an image for another "
                 "architecture would not start",
                 id="image-platform",
             )
@@ -197,9 +197,9 @@ class Lock(Frozen):
 
     @property
     def stamp(self) -> str:
-        """What the engine must report as its commit: the pin, and the patches' hash if any.
+        """The commit that the engine must report: the pin, and a hash of the patches if any.
 
-        That hash is a single patch's own sha256, or one over those of several, in their order.
+        The hash is a single patch's own sha256, or one over several, in order.
         """
         if isinstance(self.source, GitPin):
             base = self.source.commit[:9]
@@ -214,7 +214,7 @@ class Lock(Frozen):
 
     @property
     def base(self) -> str | None:
-        """What patches are applied to: a commit, the tree of an archive, or an image."""
+        """The base of the patches: a commit, the tree of an archive, or an image."""
         if isinstance(self.source, GitPin):
             return self.source.commit
         if self.source:
@@ -229,12 +229,12 @@ class Lock(Frozen):
 
     @property
     def build_number(self) -> int:
-        """The number in the engine's stamp; 0 where the history is not known."""
+        """The build number in the engine's stamp; 0 if the history is unknown."""
         return (self.source.number or 0) if self.source else 0
 
 
 class Drift(Frozen):
-    """One way in which a recipe and its lock no longer agree."""
+    """One difference between a recipe and its lock."""
 
     reason: str
     where: str
@@ -243,7 +243,7 @@ class Drift(Frozen):
 
 
 def describe(lock: Lock) -> list[str]:
-    """A lock's pins for people, a line each."""
+    """Return a lock's pins as text, one line each."""
     return [f"locked {where}: {pin}" for where, pin in _pins(lock).items()]
 
 
@@ -288,7 +288,7 @@ def _image_pins(lock: Lock) -> dict[str, str]:
 
 
 def changes(old: Lock, new: Lock) -> tuple[Drift, ...]:
-    """Which pins moved between two locks."""
+    """Return the pins that differ between two locks."""
     before, after = _pins(old), _pins(new)
     return tuple(
         Drift(reason="moved", where=where, locked=before.get(where, "none"),
@@ -299,5 +299,5 @@ def changes(old: Lock, new: Lock) -> tuple[Drift, ...]:
 
 
 def moved_line(change: Drift) -> str:
-    """One moved pin for people."""
+    """Return one changed pin as text."""
     return f"moved {change.where}: {change.locked} -> {change.now}"

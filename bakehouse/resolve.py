@@ -1,4 +1,4 @@
-"""From a recipe to its lock: resolved once, written beside the recipe, moved only when asked."""
+"""Resolve a recipe to its lock: written beside the recipe, changed only by `lock --update`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def lock_path(recipe_path: Path) -> Path:
 
 
 def read_lock(path: Path) -> Lock | None:
-    """Read a lock; None where there is none.
+    """Read a lock; None if there is no file.
 
-    Raises LockError for one that is damaged or was written by a newer Bakehouse.
+    Raises LockError if it is damaged, or was written by a newer Bakehouse.
     """
     try:
         data = path.read_bytes()
@@ -55,12 +55,12 @@ def read_lock(path: Path) -> Lock | None:
         return LockError(
             f"the lock is damaged: {why}",
             where=str(path),
-            hint="bring it back from git, or write it anew with 'invoke lock --update'",
+            hint="restore it from git, or write a new one with 'invoke lock --update'",
             id="lock-damaged",
         )
 
     if any(data.startswith(m) or b"\n" + m in data for m in (b"<<<<<<< ", b">>>>>>> ")):
-        raise damaged("it holds the marks of a merge conflict")
+        raise damaged("it contains merge conflict markers")
     try:
         content = json.loads(data) if len(data) <= MAX_LOCK else None
     except ValueError as error:
@@ -70,9 +70,9 @@ def read_lock(path: Path) -> Lock | None:
     schema = content.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
         raise LockError(
-            f"the lock was written by a newer Bakehouse (schema {schema}, known is {SCHEMA})",
+            f"the lock was written by a newer Bakehouse (schema {schema}, supported is {SCHEMA})",
             where=str(path),
-            hint="update Bakehouse, or write the lock anew with 'invoke lock --update'",
+            hint="update Bakehouse, or write a new lock with 'invoke lock --update'",
             id="lock-newer",
         )
     try:
@@ -89,7 +89,7 @@ def _first_fault(error: ValueError) -> str:
 
 
 def wants(recipe: Recipe) -> str:
-    """Digest of all in a recipe that is resolved: engine, source with patches, toolkit, weights."""
+    """Return the digest of all that a lock resolves: engine, source, patches, toolkit, weights."""
     data: dict[str, Any] = {
         "engine": recipe.engine,
         "source": recipe.tree.to_data() if recipe.tree else None,
@@ -106,25 +106,19 @@ def wants(recipe: Recipe) -> str:
 
 
 def drift(recipe: Recipe, lock: Lock) -> tuple[Drift, ...]:
-    """In which ways a recipe and its lock no longer agree; empty where they do. Pure."""
-    found = [Drift(reason=r, where=w, locked=a, now=b) for r, w, a, b in differences(recipe, lock)]
-    if not found and lock.wants != wants(recipe):
-        found.append(
-            Drift(
-                reason="recipe-changed",
-                where="the digest of what is resolved",
-                locked=lock.wants[:12],
-                now=wants(recipe)[:12],
-            )
-        )
-    return tuple(found)
+    """Return how a recipe and its lock differ; empty if they agree. Pure."""
+    found = tuple(differences(recipe, lock))
+    if found or lock.wants == (now := wants(recipe)):
+        return found
+    where = "the digest of what is resolved"
+    return (Drift(reason="recipe-changed", where=where, locked=lock.wants[:12], now=now[:12]),)
 
 
 def resolve(ctx: Context, loaded: Loaded, before: Lock | None = None) -> Lock:
-    """Pin everything that a recipe names; fetches what has to be seen to be pinned.
+    """Pin everything that a recipe names; fetches what has to be hashed.
 
-    `before` is an older lock; what it pins of the very same recipe need not be fetched again to be
-    hashed. Raises LockError, PatchError, HostError, NotFound, UsageError.
+    `before` is an older lock: files that it pins for the same recipe are not fetched again. Raises
+    LockError, PatchError, HostError, NotFound, UsageError.
     """
     # Imported here because `plan` and `show` pass through this module and need no network code.
     from bakehouse.ports.git import Git
@@ -184,11 +178,11 @@ def ensure_lock(
     update: bool = False,
     say: bool = True,
 ) -> Lock:
-    """Give the recipe's lock: the one that is there, or a new one, written and (`say`) printed.
+    """Return the recipe's lock; a new one is written and (`say`) printed.
 
-    With `locked` none is written; with `update` pins that are there are moved, and what moved is
-    said. Patches and local archives are brought into the cache and verified. Raises LockError
-    where the recipe and its lock differ.
+    With `locked` none is written; with `update` existing pins are updated and the changes printed.
+    Patches and local archives are copied into the cache and verified. Raises LockError if the
+    recipe and its lock differ.
     """
     path = lock_path(loaded.path)
     old = _old_lock(path, update=update)
@@ -198,9 +192,9 @@ def ensure_lock(
         return old
     if locked:
         raise LockError(
-            "the recipe has no lock, and this writes none"
+            "no lock file found, and this task does not create one"
             if old is None
-            else "--locked forbids to move the lock",
+            else "--locked does not allow updating the lock",
             where=str(path),
             hint=f"run '{_command(ctx, loaded)}' and keep the file in git",
             id="lock-missing",
@@ -219,19 +213,19 @@ def _old_lock(path: Path, *, update: bool) -> Lock | None:
     try:
         return read_lock(path)
     except LockError:
-        if update:  # writing it anew is the mend
+        if update:  # a new one replaces it
             return None
         raise
 
 
 def _command(ctx: Context, loaded: Loaded) -> str:
-    """The command that locks this recipe, as it can be typed."""
+    """Return the command that locks this recipe."""
     beside = loaded.folder.absolute() == ctx.recipes.absolute()
     return f"invoke lock --recipe {loaded.path.stem if beside else loaded.path}"
 
 
 def _no_drift(ctx: Context, loaded: Loaded, lock: Lock, path: Path) -> None:
-    hint = f"if the change is wanted, move the pins with '{_command(ctx, loaded)} --update'"
+    hint = f"if the change is intended, update the pins with '{_command(ctx, loaded)} --update'"
     if lock.recipe != loaded.recipe.name:
         raise LockError(
             f"the lock belongs to another recipe: '{lock.recipe}', not '{loaded.recipe.name}'",
@@ -250,20 +244,20 @@ def _no_drift(ctx: Context, loaded: Loaded, lock: Lock, path: Path) -> None:
 
 
 def _no_overrides(loaded: Loaded) -> None:
-    """Refuse to lock what the file does not say: the next run without `--set` would differ."""
+    """Refuse to lock an override: the next run without `--set` would differ."""
     from bakehouse.recipe.load import load
 
     if wants(load(loaded.path).recipe) != wants(loaded.recipe):
         raise LockError(
-            "an override changes what is locked",
+            "--set changes what is locked",
             where=str(loaded.path),
-            hint="write it into the recipe, or into one of its own that includes this one",
+            hint="write it into the recipe, or into another recipe that includes this one",
             id="lock-override",
         )
 
 
 def bring_local_files(ctx: Context, loaded: Loaded, lock: Lock) -> None:
-    """Verify a recipe's own patches and archive, and keep copies: later steps see only those."""
+    """Verify a recipe's local patches and archive, and copy them to the cache for later steps."""
     tree = loaded.recipe.tree
     archive = tree.archive if tree else None
     if lock.patches:
@@ -287,13 +281,13 @@ def _write(path: Path, lock: Lock) -> None:
         raise HostError(
             f"the lock cannot be written: {error.strerror}",
             where=str(path),
-            hint="see that the recipe's folder may be written to",
+            hint="check that the recipe's folder is writable",
             id="disk",
         ) from error
 
 
 def moved_refs(ctx: Context, lock: Lock) -> tuple[Drift, ...]:
-    """Ask the repository whether the ref of a git source still points where it did."""
+    """Return the drift of a git source's ref, by asking the repository."""
     if not isinstance(lock.source, GitPin) or not lock.source.ref:
         return ()
     from bakehouse.ports.git import Git

@@ -1,4 +1,4 @@
-"""`invoke check`: every fault of one recipe, or of all."""
+"""The task `check`: print every fault of one recipe, or of all."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class _Judged:
     loaded: Loaded | None = None
     faults: list[Fault] = field(default_factory=list)
     bad: tuple[Check, ...] = ()
-    """Combinations that are known to be bad, acknowledged ones included."""
+    """Known-bad combinations, including acknowledged ones."""
     notes: tuple[str, ...] = ()
-    """What is no fault and still has to be done."""
+    """What is still to do, without being a fault."""
 
 
 def run(ctx: Context, options: Options) -> Outcome:
-    """Judge; exit 2 where any recipe has a fault. Raises NotFound where there is none."""
+    """Check; exit 2 if any recipe has a fault. Raises NotFound if there is no recipe."""
     wanted = [options.recipe] if options.recipe is not None else names(ctx.recipes)
     if not wanted:
-        raise NotFound("there are no recipes", where=shown(ctx.recipes), hint="write one there")
+        raise NotFound("no recipes found", where=shown(ctx.recipes), hint="write one there")
     judged = [_judge(ctx, find(name, ctx.recipes), options.set_) for name in wanted]
     _one_name_each(judged)
     faults = [fault for one in judged for fault in one.faults]
@@ -52,7 +52,7 @@ def run(ctx: Context, options: Options) -> Outcome:
 
 
 def _judge(ctx: Context, path: Path, overrides: tuple[str, ...]) -> _Judged:
-    """Load a recipe, and hold it against the rules across keys and what is known to be bad."""
+    """Load a recipe; check it against the rules across keys and known-bad combinations."""
     try:
         loaded = load(path, overrides)
     except RecipeError as error:
@@ -65,7 +65,7 @@ def _judge(ctx: Context, path: Path, overrides: tuple[str, ...]) -> _Judged:
 
 
 def _types(ctx: Context, loaded: Loaded) -> frozenset[str]:
-    """Tensor types of the weights, where a lock says which they are and they are here."""
+    """Return the tensor types of the weights, if they are locked and on this machine."""
     try:
         lock = read_lock(lock_path(loaded.path))
     except LockError:
@@ -77,7 +77,7 @@ def _types(ctx: Context, loaded: Loaded) -> frozenset[str]:
 
 
 def _one_name_each(judged: list[_Judged]) -> None:
-    """Two recipes of one name would take each other's servers for their own."""
+    """Refuse two recipes of one name: they would share their servers."""
     by_name = defaultdict(list)
     for one in judged:
         if one.loaded:
@@ -87,7 +87,7 @@ def _one_name_each(judged: list[_Judged]) -> None:
             if one.loaded:
                 place = one.loaded.origin("name")
                 first = shown(ones[0].path)
-                one.faults.append(place.fault(f"name: {first} is called '{name}' as well"))
+                one.faults.append(place.fault(f"name: {first} has the same name '{name}'"))
 
 
 def _summary(recipes: int, faults: int) -> str:

@@ -1,4 +1,4 @@
-"""The task `lock`: resolve a recipe to exact pins, or say how they stand."""
+"""The task `lock`: resolve a recipe to exact pins, or report their drift."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Options = flags.Lock
 
 
 def run(ctx: Context, options: Options) -> Outcome:
-    """Write the lock where there is none; with `update`, move its pins."""
+    """Write the lock if there is none; with `update`, update its pins."""
     loaded = load_sound(find(options.recipe, ctx.recipes), options.set_)
     pinned.require(ctx, loaded)
     before = _before(loaded)
@@ -29,7 +29,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     if before and options.update:
         lines = [moved_line(change) for change in moved] or ["nothing moved", *lines]
     lines += [
-        f"{d.reason}: {d.where} pointed at {d.locked} and now at {d.now}; the pin stays"
+        f"{d.reason}: {d.where} pointed to {d.locked}, now to {d.now}; the pin is unchanged"
         for d in refs
     ]
     lines.append(f"lock: {path}")
@@ -46,7 +46,7 @@ def run(ctx: Context, options: Options) -> Outcome:
 
 
 def _before(loaded: Loaded) -> Lock | None:
-    """The lock that is there; one that cannot be read is told about by whoever needs it."""
+    """Return the existing lock; None for one that cannot be read, which is reported later."""
     try:
         return read_lock(lock_path(loaded.path))
     except LockError:
@@ -54,9 +54,9 @@ def _before(loaded: Loaded) -> Lock | None:
 
 
 def _refs(ctx: Context, lock: Lock) -> tuple[Drift, ...]:
-    """Whether refs moved; offline that stays unknown, and is said."""
+    """Return the refs and tags that moved; if that is unknown, say so."""
     try:
         return (*moved_refs(ctx, lock), *moved_tags(ctx, lock))
     except BakehouseError as error:
-        ctx.progress.say(f"whether a ref or tag moved is not known: {error.what}")
+        ctx.progress.say(f"cannot check whether a ref or tag moved: {error.what}")
         return ()

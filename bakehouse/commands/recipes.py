@@ -1,4 +1,4 @@
-"""`invoke recipes`: what there is, and whether it can be used."""
+"""The task `recipes`: list the recipes, and whether they load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(ctx: Context, options: Options) -> Outcome:  # noqa: ARG001
     """List the recipes in the recipe folder."""
     rows = [_row(ctx, name) for name in names(ctx.recipes)]
     if not rows:
-        return Outcome({"recipes": []}, f"{shown(ctx.recipes)} holds no recipes")
+        return Outcome({"recipes": []}, f"no recipes in {shown(ctx.recipes)}")
     width = max(len(row["name"]) for row in rows)
     lines = []
     for row in rows:

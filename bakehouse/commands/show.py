@@ -1,4 +1,4 @@
-"""`invoke show`: the recipe as it is after includes and overrides."""
+"""The task `show`: print a recipe after includes and overrides."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(ctx: Context, options: Options) -> Outcome:
 
 
 def _redactor(ctx: Context, loaded: Loaded) -> Redactor:
-    """Hide what the recipe calls secret, and variables whose names say that they are."""
+    """Hide the recipe's secrets, and variables with the name of a secret."""
     recipe = loaded.recipe
     given = {**(recipe.container.env if recipe.container else {}), **recipe.serve.env}
     named = secret_values(ctx.environment, recipe.secrets)

@@ -11,7 +11,7 @@ from bakehouse.checks import Check
 from bakehouse.lock import Lock
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.variables import Paths
+from bakehouse.recipe.template import Paths
 
 NONCE_ALIAS = "~bakehouse-"
 """Prefix of the nonce of a run, in the second name of a server."""

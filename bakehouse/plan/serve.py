@@ -17,10 +17,9 @@ from bakehouse.plan.types import ServePlan
 from bakehouse.ports.docker import OURS, ContainerSpec, Mount, Published
 from bakehouse.preflight.address import bind_address
 from bakehouse.preflight.volumes import WEIGHTS, volumes
-from bakehouse.recipe.argv import render
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.variables import Paths, StandIn, template_variables
+from bakehouse.recipe.template import Paths, StandIn, render, template_variables
 
 ANY_ADDRESS = "0.0.0.0"  # noqa: S104 - of the container; the host publishes another address
 SERVER = f"{OURS}.server"

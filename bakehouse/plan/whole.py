@@ -20,10 +20,9 @@ from bakehouse.plan.build import plan_build
 from bakehouse.plan.image import plan_image, plan_image_build, uses_image
 from bakehouse.plan.serve import plan_serve
 from bakehouse.plan.types import BuildPlan, ImagePlan, Plan, Step
-from bakehouse.recipe.argv import render
 from bakehouse.recipe.load import Loaded
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.variables import Paths, trial_variables
+from bakehouse.recipe.template import Paths
 from bakehouse.sources.weights import locate
 from bakehouse.toolchain import Tools, find_tools
 from bakehouse.toolkit.force import wants_cuda
@@ -71,9 +70,7 @@ def plan_engine(
     if here.tools is None and here.recipe.build:
         return plan_image_build(here.recipe, lock, here.host, jobs=jobs)
     if here.tools is None:
-        origin, variables = loaded.origin("serve", "command"), trial_variables(here.recipe)
-        command = render(here.recipe.serve.command, variables, origin=origin)
-        return plan_image(here.recipe, lock, here.host.arch, command)
+        return plan_image(here.recipe, lock, here.host.arch, loaded.command)
 
     def where(keys: tuple[str, ...]) -> tuple[str, int, int]:
         origin = loaded.origin(*keys)

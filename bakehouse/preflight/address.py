@@ -1,4 +1,4 @@
-"""The address that a server may listen at."""
+"""The address that a server may listen on."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from bakehouse.errors import UsageError
 
 
 def bind_address(host: str, *, has_key: bool) -> str:
-    """Give the one IP address to listen at; UsageError for anything else, or if it lacks a key."""
+    """Return the IP address to listen on.
+
+    Raises UsageError for anything else, and for an address other than loopback without API key.
+    """
     literal = "127.0.0.1" if host == "localhost" else host.strip("[]")
     try:
         address = ipaddress.ip_address(literal)
     except ValueError:
         raise UsageError(
-            f"'{host}' is no IP address", where="serve.host",
+            f"'{host}' is not an IP address", where="serve.host",
             hint="write one address, such as 127.0.0.1, ::1 or 0.0.0.0", id="bad-host",
         ) from None  # fmt: skip
     if not address.is_loopback and not has_key:
         raise UsageError(
             f"{address} can be reached from other machines, and the recipe sets no API key",
             where="serve.host", id="key-needed",
-            hint="set serve.api_key.env (or .file), or serve at 127.0.0.1",
+            hint="set serve.api_key.env (or .file), or listen on 127.0.0.1",
         )  # fmt: skip
     return str(address)

@@ -1,4 +1,4 @@
-"""The last look before weights are loaded: the files themselves, and whether they fit."""
+"""The last checks before weights are loaded: the files themselves, and whether they fit."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from bakehouse.sources.tree import repository_of
 
 @dataclass(frozen=True)
 class Admission:
-    """What was judged, and the budget."""
+    """The checks of the weights, and the memory budget."""
 
     checks: tuple[Check, ...]
     budget: Budget
     types: frozenset[str]
-    """Of the tensors, as the headers say."""
+    """Tensor types in the headers."""
 
 
 def source_architectures(ctx: Context, lock: Lock) -> frozenset[str] | None:
-    """The architectures that the pinned, patched source knows; None where it cannot be read."""
+    """Return the architectures that the patched source supports; None if it cannot be read."""
     if lock.source is None or lock.source_tree is None:
         return None
     place = f"{lock.source_tree}:{ARCHITECTURE_TABLE}"
@@ -61,11 +61,10 @@ def admit(
     risk_accepted: bool = False,
     machine: Machine | None = None,
 ) -> Admission:
-    """Judge weights that are all on this machine, `argv` being the server's command.
+    """Check weights that are all on this machine; `argv` is the server's command.
 
-    Raises CheckpointError (exit 4) for files that cannot serve, HostError (exit 9) for what does
-    not fit, unless `risk_accepted`: the failed checks are then among those that are given. What is
-    unknown is reported and not refused.
+    Raises CheckpointError (exit 4) for files that cannot be served, HostError (exit 9) if they do
+    not fit, unless `risk_accepted`. Unknown results are reported and not refused.
     """
     paths = {role: [Path(name) for name in names] for role, names in files.items()}
     chat = recipe.probe.facts.questions is None or any(
@@ -97,10 +96,10 @@ def refuse_by_size(
     *,
     files: Sequence[str] = (),
 ) -> None:
-    """Refuse weights that are larger than all memory there is, before hours of fetching them.
+    """Refuse weights larger than all memory, before hours of fetching them.
 
-    Only sizes are known yet, so nothing else is counted; `files` are the model's, where the user's
-    own are used in place. Raises HostError (exit 9).
+    Only their sizes count; `files` are the model's, if the user's own are used in place. Raises
+    HostError (exit 9).
     """
     machine = machine or find_machine(ctx.processes)
     weights = locked_weights(lock, {})
@@ -122,7 +121,7 @@ def _refuse_files(seen: Inspected) -> None:
         raise CheckpointError(
             f"the weights cannot be served: {first.observed}",
             where=first.where,
-            hint=f"wanted: {first.expected}",
+            hint=f"expected: {first.expected}",
             id=first.id,
             checks=seen.checks,
         )

@@ -1,7 +1,7 @@
-"""Whether a recipe is a combination that is known to be bad, by all that is known when it is asked.
+"""Check a recipe for known-bad combinations.
 
-`check` knows the recipe; `plan` and `build` know the toolkit as well; `serve` knows the weights'
-headers and this machine's GPUs.
+`check` knows the recipe; `plan` and `build` also know the toolkit; `serve` also knows the headers
+of the weights and this machine's GPUs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from bakehouse.toolkit.force import ARCHITECTURES
 
 
 class Facts(Protocol):
-    """What a record takes in."""
+    """A record that facts are added to."""
 
     def fact(self, name: str, value: object) -> None:
-        """Record something seen."""
+        """Record a fact."""
 
 
 _ORDER = ("toolkit", "environment", "flags", "quantisation", "compute_capability")
-"""Which condition of a row tells what is to blame: the first that a row has."""
+"""The first of these conditions in a row decides which key to blame."""
 
 
 def known_bad(
@@ -44,15 +44,15 @@ def known_bad(
     capabilities: Iterable[str] = (),
     types: Iterable[str] = (),
 ) -> tuple[Check, ...]:
-    """Judge a recipe by the data file; nothing is given back where no row matches.
+    """Return a check for each known-bad combination that matches.
 
-    `toolkit` is nvcc's full version, `types` the tensor types that the weights' headers show. A
-    check is failed for what must not be built or served, unknown for what is warned of, passed for
-    what the recipe acknowledges, with its reason.
+    `toolkit` is nvcc's full version, `types` are the tensor types in the headers of the weights. A
+    check is failed if it refuses, unknown if it warns, passed if the recipe acknowledges it.
     """
     number = lock.build_number if lock and loaded.recipe.engine == "llama.cpp" else 0
     situation = situation_of(
         loaded.recipe,
+        loaded.command,
         toolkit=toolkit,
         capabilities=capabilities,
         tensor_types=types,
@@ -66,9 +66,9 @@ def load_good(
     overrides: Sequence[str] = (),
     change: Callable[[Loaded], Loaded] | None = None,
 ) -> Loaded:
-    """Load a recipe that neither contradicts itself nor is, by its own words, known to be bad.
+    """Load a recipe without contradictions and known-bad combinations, `change` applied first.
 
-    `change` makes of it what one run is to have, which is then what gets judged.
+    Raises RecipeError.
     """
     loaded = load_sound(path, overrides, change)
     refuse(loaded, known_bad(loaded))
@@ -76,7 +76,7 @@ def load_good(
 
 
 def meant_for(ctx: Context, loaded: Loaded) -> tuple[str, ...]:
-    """Compute capabilities that a build is for: the recipe's, else those of this machine's GPUs."""
+    """Return the compute capabilities of a build: the recipe's, else those of this machine."""
     if named := loaded.recipe.host.compute_capability:
         return (named,)
     build = loaded.recipe.build
@@ -86,12 +86,12 @@ def meant_for(ctx: Context, loaded: Loaded) -> tuple[str, ...]:
 
 
 def types_in(checkpoints: Iterable[Checkpoint | None]) -> frozenset[str]:
-    """Formats of weights, of checkpoints whose headers were read."""
+    """Return the tensor formats of checkpoints."""
     return frozenset(name for one in checkpoints if one for name in one.formats)
 
 
 def types_on_disk(files: Iterable[Sequence[str]]) -> frozenset[str]:
-    """Tensor types of those weights that are on this machine; damaged ones say nothing here."""
+    """Return the tensor types of weights that are on this machine; damaged ones are skipped."""
     found: set[str] = set()
     for names in files:
         paths = [Path(name) for name in names]
@@ -104,12 +104,12 @@ def types_on_disk(files: Iterable[Sequence[str]]) -> frozenset[str]:
 
 
 def faults(loaded: Loaded, checks: Iterable[Check]) -> tuple[Fault, ...]:
-    """What is refused, each at its key in the recipe."""
+    """Return the refused combinations, each at its key in the recipe."""
     by_id = {PREFIX + row.id: row for row in rows()}
     found = []
     for one in checks:
         if one.verdict is Verdict.FAILED and (row := by_id.get(one.id)):
-            hint = f"{row.mend}; or accept it: acknowledge: {{{row.id}: why}}"
+            hint = f"{row.fix}; or accept it: acknowledge: {{{row.id}: why}}"
             message = f"known to be bad, {row.id}: {row.what}"
             found.append(loaded.origin(*_place(row, loaded.recipe)).fault(message, hint))
     return tuple(found)
@@ -125,7 +125,7 @@ def refuse(loaded: Loaded, checks: tuple[Check, ...]) -> None:
 
 
 def note(ctx: Context, loaded: Loaded, checks: tuple[Check, ...], record: Facts) -> None:
-    """Record what was found, acknowledgements with their reasons included; then refuse, or warn."""
+    """Record what matched, with the reasons of acknowledgements; then refuse or warn."""
     if checks:
         record.fact("known_bad", [one.to_data() for one in checks])
     refuse(loaded, checks)
@@ -134,7 +134,7 @@ def note(ctx: Context, loaded: Loaded, checks: tuple[Check, ...], record: Facts)
 
 
 def warnings(checks: Iterable[Check]) -> list[str]:
-    """What to say of the rest, a line each: what is warned of, and what was acknowledged."""
+    """Return one line for each warning and each acknowledged combination."""
     words = {Verdict.UNKNOWN: "warning", Verdict.PASSED: "acknowledged"}
     return [
         f"{words[one.verdict]}: {one.id.removeprefix(PREFIX)}: {one.observed} ({one.expected})"
@@ -144,10 +144,10 @@ def warnings(checks: Iterable[Check]) -> list[str]:
 
 
 def _place(row: Row, recipe: Recipe) -> tuple[str, ...]:
-    """Give the key to blame: what the recipe itself writes that a condition of the row meets."""
+    """Return the key to blame: one that meets a condition of the row."""
     conditions = {name: getattr(row.when, name) for name in _ORDER}
     names = [c.partition("=")[0] for c in conditions["environment"] or () if c[0] != "!"]
-    if not names:  # that something is not set stands nowhere
+    if not names:  # a variable that is not set has no place
         conditions["environment"] = None
     first = next((name for name, values in conditions.items() if values), None)
     if first == "environment":

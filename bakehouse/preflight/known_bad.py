@@ -1,14 +1,13 @@
 """Known-bad combinations: a data file, and a pure matcher.
 
-A condition whose fact is not known (the quantisation before the weights are fetched, say) neither
-holds nor fails; a row of which only such conditions are open is a *possible* match: it warns, and
-the probe has to show that the server is right.
+A condition on an unknown fact (such as the quantisation before the weights are fetched) is open. A
+row with only open conditions left is a *possible* match: it warns, and the probe decides.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -21,10 +20,7 @@ from pydantic import AfterValidator, Field
 from bakehouse.base import Frozen
 from bakehouse.checks import Check, check
 from bakehouse.engines.vllm import flags
-from bakehouse.errors import RecipeError
-from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.variables import trial_variables
 from bakehouse.toolkit.types import numbers, satisfies
 
 PREFIX = "known-bad."
@@ -39,7 +35,7 @@ _QUANTISATION = re.compile(
 def _specs(values: tuple[str, ...]) -> tuple[str, ...]:
     for value in values:
         if not _SPEC.fullmatch(value):
-            raise ValueError(f"'{value}' is no version condition; write 13.2, <13 or >=12.9")
+            raise ValueError(f"'{value}' is not a version condition; write 13.2, <13 or >=12.9")
     return values
 
 
@@ -56,7 +52,7 @@ class When(Frozen):
     quantisation: Texts | None = None
     compute_capability: Texts | None = None
     environment: Texts | None = None
-    """`NAME=value`; with `!` before it, what must not be set so."""
+    """`NAME=value`; after `!` the condition is that it is not set so."""
     flags: Texts | None = None
 
 
@@ -67,13 +63,13 @@ class Row(Frozen):
     when: When
     effect: Literal["refuse", "warn"]
     what: str
-    mend: str
+    fix: str
     source: str
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known of a build or a launch; None where it is not known."""
+    """The facts of a build or a launch; None if unknown."""
 
     engine: str | None = None
     engine_version: str | None = None
@@ -83,12 +79,12 @@ class Situation:
     environment: Mapping[str, str] | None = None
     flags: tuple[str, ...] | None = None
     inapplicable: frozenset[str] = field(default=frozenset())
-    """Facts that this situation cannot have, such as the toolkit of a CPU build."""
+    """Facts that do not apply, such as the toolkit of a CPU build."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """A row that holds, or that holds as far as is known."""
+    """A row that matches, or may match."""
 
     row: Row
     certain: bool
@@ -97,8 +93,8 @@ class Match:
 
 @cache
 def rows() -> tuple[Row, ...]:
-    """Read the data file; pydantic's ValidationError names a row that is wrong."""
-    from ruamel.yaml import YAML  # only where a situation is judged
+    """Read the data file. Raises ValidationError for an invalid row."""
+    from ruamel.yaml import YAML  # slow to import
 
     text = resources.files("bakehouse.preflight").joinpath("known_bad.yaml").read_text()
     found = tuple(Row.model_validate(row) for row in YAML(typ="safe", pure=True).load(text))
@@ -108,7 +104,7 @@ def rows() -> tuple[Row, ...]:
 
 
 def matches(situation: Situation, table: Iterable[Row] | None = None) -> tuple[Match, ...]:
-    """Give all rows that hold, or may hold, in this situation."""
+    """Return all rows that match, or may match, a situation."""
     found = []
     for row in rows() if table is None else table:
         verdicts = {
@@ -159,23 +155,24 @@ def _environment(condition: str, environment: Mapping[str, str]) -> bool:
 
 
 def quantisations(names: Iterable[str]) -> frozenset[str] | None:
-    """Quantisations as file and repository names carry them; None where they carry none."""
+    """Return the quantisations in file and repository names; None if there are none."""
     found = {m[0].upper() for name in names for m in _QUANTISATION.finditer(name)}
     return frozenset(found) or None
 
 
 def situation_of(
     recipe: Recipe,
+    command: Sequence[str] = (),
     *,
     toolkit: str | None = None,
     capabilities: Iterable[str] = (),
     tensor_types: Iterable[str] = (),
     engine_version: str | None = None,
 ) -> Situation:
-    """What a recipe says, with what is known besides: nvcc's version, GPUs, tensors' types."""
+    """Return the facts of a recipe, its rendered `command`, nvcc's version, GPUs and weights."""
     weights = recipe.weights.model
     names = [n for n in (weights.files, weights.hub, weights.path, weights.url) if n]
-    words = _command(recipe)
+    words = tuple(command)
     pairs = [f"{a}={b}" for a, b in pairwise(words) if a.startswith("--") and "=" not in a]
     if recipe.engine == "vllm":  # which has several spellings of a flag
         read = flags.read(words).flags
@@ -200,18 +197,8 @@ def situation_of(
     )
 
 
-def _command(recipe: Recipe) -> tuple[str, ...]:
-    """Arguments as the engine gets them, quotes and variables resolved, paths of stand-ins."""
-    from bakehouse.recipe.argv import render  # Jinja is slow to import
-
-    try:
-        return render(recipe.serve.command, trial_variables(recipe), origin=Origin("recipe"))
-    except RecipeError:
-        return tuple(recipe.serve.command.split())
-
-
 def _inapplicable(recipe: Recipe, capabilities: set[str]) -> frozenset[str]:
-    """Facts that a recipe cannot have: a toolkit without a CUDA build, a GPU that is not asked."""
+    """Return facts that do not apply: a toolkit without a CUDA build, a GPU that is not used."""
     cuda = recipe.build.cuda if recipe.build else None
     none = set() if cuda else {"toolkit"}
     on_cpu = recipe.engine == "vllm" and not (recipe.container and recipe.container.gpus)
@@ -219,9 +206,9 @@ def _inapplicable(recipe: Recipe, capabilities: set[str]) -> frozenset[str]:
 
 
 def judge(recipe: Recipe, situation: Situation, where: str) -> tuple[Check, ...]:
-    """Give a check a row that holds or may hold: failed where it refuses, unknown where it warns.
+    """Return one check for each matching row: failed if it refuses, unknown if it warns.
 
-    A row that the recipe acknowledges passes, with the reason, so that the record has it.
+    A row that the recipe acknowledges passes, with the reason, for the record.
     """
     found = []
     for match in matches(situation):
@@ -233,10 +220,10 @@ def judge(recipe: Recipe, situation: Situation, where: str) -> tuple[Check, ...]
         if reason:
             observed += f"; acknowledged: {reason}"
         ok = True if reason else (False if row.effect == "refuse" and match.certain else None)
-        found.append(check(f"{PREFIX}{row.id}", row.mend, observed, where, ok=ok))
+        found.append(check(f"{PREFIX}{row.id}", row.fix, observed, where, ok=ok))
     return tuple(found)
 
 
 def stale_acknowledgements(recipe: Recipe) -> tuple[str, ...]:
-    """Ids that a recipe acknowledges and that no row has."""
+    """Return acknowledged ids that no row has."""
     return tuple(sorted(set(recipe.acknowledge) - {row.id for row in rows()}))

@@ -1,4 +1,4 @@
-"""The quantisations of a model that the hub lists, and which of them would fit."""
+"""The quantisations of a model on the Hub or on disk, and the largest that fits."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from bakehouse.sources.ranges import RemoteFile
 from bakehouse.sources.together import all_at_once
 
 AT_ONCE = 8
-"""Headers that are asked for at the same time."""
+"""Headers read at the same time."""
 MAX_FOLDERS = 64
-"""Folders beside a model's own that are looked into."""
+"""Maximum number of folders searched beside a model's own."""
 MAX_HEADERS = 40
-"""Files of one variant whose headers are read; more are too many requests for an estimate."""
+"""Maximum number of headers read for one variant."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The variants of a model, and what their headers told. `notes` are for the reader."""
+    """The variants of a model, and figures from their headers. `notes` are for the user."""
 
     variants: tuple[Variant, ...]
     figures: Figures | None
@@ -58,11 +58,10 @@ def fitting_quant(
     *,
     files: Sequence[Path] = (),
 ) -> str | None:
-    """The largest quantisation at hand that fits, smaller than the recipe's own.
+    """Return the largest quantisation that fits and is smaller than the recipe's own.
 
-    From the recipe's repository on the hub, or from what lies beside a model (`files`) of the
-    user's own. None where none does, or where the hub cannot be asked quickly: a refusal does not
-    wait for advice.
+    It comes from the recipe's Hub repository, or from the folder of the user's own model
+    (`files`). None if there is none, or if the Hub does not answer quickly.
     """
     source, own = recipe.weights.model, weights["model"]
     if source.hub is not None:
@@ -82,10 +81,10 @@ def fitting_quant(
 
 
 def beside_files(files: Sequence[Path]) -> tuple[Variant, ...]:
-    """All quantisations of a model that lie where its `files` do, its own among them.
+    """Return all quantisations of a model in the folder of its `files`, its own included.
 
-    In the same folder, and where that is named by its quantisation, in those beside it. Only files
-    that have the model's name count: a folder may hold many models.
+    If that folder is named by a quantisation, those beside it are searched too. Only files with the
+    model's name count.
     """
     ggufs = [path for path in files if path.suffix == ".gguf"]
     if not ggufs:
@@ -96,19 +95,19 @@ def beside_files(files: Sequence[Path]) -> tuple[Variant, ...]:
         folders += [f for f in sorted(folder.parent.glob("*")) if f != folder and f.is_dir()]
     found = []
     for path in (p for place in folders[:MAX_FOLDERS] for p in sorted(place.glob("*.gguf"))):
-        with suppress(OSError):  # one that vanishes, or a link to nowhere
+        with suppress(OSError):  # a deleted file, or a dangling link
             if model_name(path.name) == wanted and path.is_file() and path.stat().st_size:
                 found.append((str(path), path.stat().st_size))
     return variants_in(found)
 
 
 def sizes_in(listing: hub.HubListing) -> dict[str, int]:
-    """Files that hold something and can be used, by name. Bytes."""
+    """Return the sizes of usable, non-empty files by name, in bytes."""
     return {f.path: f.size for f in listing.files if f.size and is_usable(f.path)}
 
 
 def on_hub(ctx: Context, repository: str, revision: str) -> Found:
-    """Ask the hub for a model's variants, and read the header of the smallest.
+    """List a model's variants on the Hub, and read the header of the smallest.
 
     Raises NotFound, HostError, UsageError.
     """
@@ -116,7 +115,7 @@ def on_hub(ctx: Context, repository: str, revision: str) -> Found:
     sizes = sizes_in(listing)
     variants = variants_in(sizes.items())
     if not variants:
-        raise NotFound(f"{repository} holds no GGUF and no safetensors files",
+        raise NotFound(f"{repository} has no GGUF and no safetensors files",
                        where=f"revision {listing.commit}", hint="check the name")  # fmt: skip
     smallest = next((v for v in variants if v.complete), None)
     if smallest is None:
@@ -124,14 +123,14 @@ def on_hub(ctx: Context, repository: str, revision: str) -> Found:
     try:
         checkpoint = _remote(ctx, listing, smallest)
     except BakehouseError as error:
-        # Sizes alone are worth a ladder; what they cannot tell is then said to be unknown.
+        # Sizes alone give a table; the rest is reported as unknown.
         return Found(variants, None, (f"header of {smallest.name}: {error.what}",))
     return Found(variants, Figures.read(checkpoint, smallest.name))
 
 
 def _remote(ctx: Context, listing: hub.HubListing, variant: Variant) -> Checkpoint:
     if len(variant.files) > MAX_HEADERS:
-        raise CheckpointError(f"{len(variant.files)} files are too many to ask for")
+        raise CheckpointError(f"{len(variant.files)} files are too many to read")
     sources = [RemoteFile.of(ctx, listing, path, size) for path, size in variant.files]
     if variant.format == "gguf":
         return join_gguf(all_at_once([partial(read_gguf, s) for s in sources], AT_ONCE))

@@ -1,4 +1,4 @@
-"""Rules across a recipe's keys: pure, before anything is fetched or built."""
+"""Rules across a recipe's keys, checked before anything is fetched or built."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from bakehouse.preflight.address import bind_address
 from bakehouse.preflight.volumes import volumes
 from bakehouse.recipe.load import Loaded, load
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.variables import trial_variables
 from bakehouse.toolkit.force import Conflict, conflicts
 
 OWN_DRAFT_CACHE = ("draft-eagle3", "draft-mtp", "draft-dflash", "draft-dspark")
 """Speculation modes of llama.cpp that keep a KV cache of their own for the draft."""
 PROJECTOR_RULE = "projector-with-"
-"""With the speculation mode behind it, what a patch names in `lifts` that mends that one mode."""
+"""With a speculation mode appended: the rule that a patch for that mode names in `lifts`."""
 _SPEC_TYPE = re.compile(r"--spec-type[=\s]+([\w,-]+)")
 
 
 def rule_conflicts(recipe: Recipe) -> tuple[Conflict, ...]:
-    """Everything in a recipe that contradicts itself across keys."""
+    """Return every contradiction between keys of a recipe."""
     return (
         *conflicts(recipe.build),
         *_definitions(recipe),
@@ -38,7 +37,7 @@ def rule_conflicts(recipe: Recipe) -> tuple[Conflict, ...]:
 
 
 def faults(loaded: Loaded) -> tuple[Fault, ...]:
-    """The same, each at its place in the files, and what the command must not hold."""
+    """Return contradictions and faults of the command, each at its place in the files."""
     found = (
         loaded.origin(*c.keys).fault(f"{'.'.join(c.keys)}: {c.message}", c.hint)
         for c in rule_conflicts(loaded.recipe)
@@ -57,10 +56,7 @@ def load_sound(
     overrides: Sequence[str] = (),
     change: Callable[[Loaded], Loaded] | None = None,
 ) -> Loaded:
-    """Load a recipe that does not contradict itself, `change` applied first where it is given.
-
-    Raises RecipeError with every fault.
-    """
+    """Load a recipe and check its rules, `change` applied first. Raises RecipeError."""
     loaded = load(path, overrides)
     loaded = change(loaded) if change else loaded
     require(loaded)
@@ -68,14 +64,14 @@ def load_sound(
 
 
 def speculation_modes(recipe: Recipe) -> tuple[str, ...]:
-    """Speculation modes that a recipe asks for, by its key or in its command."""
+    """Return the speculation modes of a recipe, from its key and its command."""
     written = _SPEC_TYPE.findall(recipe.serve.command)
     named = ",".join([recipe.serve.speculation or "", *written])
     return tuple(dict.fromkeys(mode.strip() for mode in named.split(",") if mode.strip()))
 
 
 def _definitions(recipe: Recipe) -> tuple[Conflict, ...]:
-    """Definitions that no llama.cpp build takes from a recipe, whatever its toolkit."""
+    """Return CMake definitions that a recipe must not set, whatever the toolkit."""
     if recipe.engine != "llama.cpp" or recipe.build is None:
         return ()
     return tuple(
@@ -85,7 +81,7 @@ def _definitions(recipe: Recipe) -> tuple[Conflict, ...]:
 
 
 def _container(loaded: Loaded) -> tuple[Fault, ...]:
-    """Volumes and GPUs that no container gets."""
+    """Return invalid volumes and GPUs."""
     box = loaded.recipe.container
     found: list[Fault] = []
     for key, judge in (
@@ -101,23 +97,17 @@ def _container(loaded: Loaded) -> tuple[Fault, ...]:
 
 
 def _command(loaded: Loaded) -> tuple[Fault, ...]:
-    """What a command holds or lacks, tried with stand-ins for binary and weights."""
-    from bakehouse.recipe.argv import render  # Jinja is slow to import
-
+    """What the command, rendered with example paths, must not contain, or lacks."""
     recipe, origin = loaded.recipe, loaded.origin("serve", "command")
     found: tuple[Fault, ...] = ()
     try:
-        command = render(recipe.serve.command, trial_variables(recipe), origin=origin)
-    except RecipeError as error:
-        return error.faults
-    try:
-        engine_of(recipe.engine).refuse(command, recipe, origin)
+        engine_of(recipe.engine).refuse(loaded.command, recipe, origin)
     except RecipeError as error:
         found = error.faults
     if recipe.engine == "vllm":
         found += tuple(
             loaded.origin(*c.keys).fault(c.message, c.hint)
-            for c in vllm.conflicts(recipe, flags.read(command))
+            for c in vllm.conflicts(recipe, flags.read(loaded.command))
         )
     return found
 
@@ -145,10 +135,10 @@ def _projector(recipe: Recipe) -> tuple[Conflict, ...]:
     return (
         Conflict(
             ("serve", "speculation") if recipe.serve.speculation else ("serve", "command"),
-            f"{', '.join(modes)} keeps a KV cache of its own for the draft, which never learns of "
-            "an image: with a projector, every image request ends with HTTP 500",
-            "drop the speculation or the projector (ngram modes go with it); a patch that mends "
-            f"this says so with lifts: [{rules}], and the recipe is experimental: true",
+            f"{', '.join(modes)} keeps its own KV cache for the draft, which never sees an "
+            "image: with a projector, every image request ends with HTTP 500",
+            "remove the speculation or the projector (ngram modes work with it), or use a patch "
+            f"that fixes this, with lifts: [{rules}] and experimental: true",
         ),
     )
 
@@ -162,7 +152,7 @@ def _acknowledged(recipe: Recipe) -> tuple[Conflict, ...]:
         Conflict(
             ("acknowledge", name),
             f"no known-bad combination has the id '{name}'",
-            "take it out; `invoke check` names the ids that apply",
+            "remove it; `invoke check` lists the ids that apply",
         )
         for name in stale_acknowledgements(recipe)
     )

@@ -1,7 +1,7 @@
-"""What a container is given beside the weights: `SOURCE:TARGET[:ro]`, read, and judged.
+"""Volumes of a container, `SOURCE:TARGET[:ro]`: parsed and checked.
 
-The recipe's author says what is mounted, and may name nothing that is the machine itself: the
-engine's socket, or the kernel's own file systems.
+A recipe must not mount what controls the machine: the engine's socket, or the kernel's own file
+systems.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from bakehouse.errors import UsageError
 from bakehouse.ports.docker import Mount
 
 WEIGHTS = PurePosixPath("/weights")
-"""Where the pinned files of each role lie inside: `/weights/model` and so on."""
+"""The pinned files of each role in the container: `/weights/model` and so on."""
 SOCKETS = ("docker.sock", "podman.sock", "containerd.sock", "crio.sock")
 HOLDS_SOCKETS = ("/", "/run", "/var", "/var/run", "/run/containerd", "/run/podman", "/run/user")
 KERNEL = ("/proc", "/sys")
-"""Through these the kernel is set, and other processes' environments are read."""
+"""These change the kernel's settings and show other processes' environments."""
 CODE = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr", "/etc", "/opt", "/boot", "/run",
         "/proc", "/sys", "/dev", "/bakehouse")  # fmt: skip
-"""What an image runs, or is set up by: it was proven able as it is."""
+"""Code and settings of the image, which was verified as it is."""
 PACKAGES = (".local", "site-packages", "dist-packages")
-"""Folders in which Python looks for code, wherever they lie."""
+"""Folders in which Python looks for code, anywhere."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]+")
 
 
 def volumes(texts: Sequence[str], folder: str) -> tuple[Mount, ...]:
-    """Read `SOURCE:TARGET[:ro]`: a named volume, or a path of the host. Raises UsageError."""
+    """Parse `SOURCE:TARGET[:ro]`: a named volume, or a path of the host. Raises UsageError."""
     read = tuple(_volume(text, folder) for text in texts)
     seen: dict[str, str] = {}
     for text, mount in zip(texts, read, strict=True):
         if other := seen.get(inner := os.path.normpath(mount.target)):
-            raise _bad(text)(f"lies where '{other}' lies", "give each a folder of its own")
+            raise _bad(text)(f"has the same target as '{other}'", "give each its own folder")
         seen[inner] = text
     return read
 
 
 def reaches(path: str, sockets: Sequence[str] = ()) -> str | None:
-    """Say what a path of the host gives away, links followed; None where it is harmless.
+    """Return why a path of the host must not be mounted, links followed; None if it may be.
 
-    `sockets` are those of engines at hand: a folder above one of them holds it.
+    `sockets` are the sockets of engines, which no mounted folder may contain.
     """
     real = os.path.realpath(path)
     for kernel in KERNEL:
         if real == kernel or real.startswith(f"{kernel}/"):
-            return f"would hand the container the kernel's own {kernel}"
+            return f"would give the container the kernel's own {kernel}"
     if real == "/dev":
-        return "would hand the container the devices of this machine"
+        return "would give the container the devices of this machine"
     names = [os.path.join(real, name) for name in SOCKETS]
     above = [os.path.realpath(one) for one in sockets]
     if (
@@ -59,7 +59,7 @@ def reaches(path: str, sockets: Sequence[str] = ()) -> str | None:
         or any(map(_is_socket, (real, *names)))
         or any(one == real or one.startswith(f"{real}/") for one in above)
     ):
-        return "would hand the container the engine's own socket, and with it this machine"
+        return "would give the container the engine's own socket, and with it this machine"
     return None
 
 
@@ -82,27 +82,27 @@ def _volume(text: str, folder: str) -> Mount:
     parts = text.split(":")
     mode = parts.pop() if len(parts) == 3 else "rw"
     if len(parts) != 2 or mode not in ("ro", "rw") or not all(parts) or "\0" in text:
-        raise bad("is no volume", "write SOURCE:TARGET or SOURCE:TARGET:ro")
+        raise bad("is not a volume", "write SOURCE:TARGET or SOURCE:TARGET:ro")
     source, target = parts
     inner = PurePosixPath(os.path.normpath(target))
     if not target.startswith("/") or inner == PurePosixPath("/"):
-        raise bad("has no folder inside the container", "name one, such as /root/.cache/vllm")
+        raise bad("has no target folder in the container", "name one, such as /root/.cache/vllm")
     if inner == WEIGHTS or WEIGHTS in inner.parents or inner in WEIGHTS.parents:
-        raise bad("lies over the pinned weights", f"{WEIGHTS} holds them; name another folder")
+        raise bad("hides the pinned weights", f"they are in {WEIGHTS}; name another folder")
     if (
         inner in map(PurePosixPath, ("/root", "/home"))
         or set(PACKAGES) & set(inner.parts)
         or any(PurePosixPath(code) in (inner, *inner.parents) for code in CODE)
     ):
         raise bad(
-            "lies over what the image runs, which was proven able as it is",
-            "mount data elsewhere, such as in /data or /root/.cache; code comes with the image: "
-            "image.mods, image.patches",
+            "hides code of the image, which was verified as it is",
+            "mount data elsewhere, such as in /data or /root/.cache; change code with image.mods "
+            "or image.patches",
         )
     if "/" not in source and not source.startswith(("~", ".")):
         if not _NAME.fullmatch(source):
             raise bad(
-                "names no volume that an engine could have",
+                "has an invalid volume name",
                 "a name has two or more letters, digits, '_', '.' and '-'; a path begins with /, ~ "
                 "or .",
             )

@@ -1,6 +1,6 @@
-"""Faults of weight files that a header shows before a server spends minutes on them. Pure checks.
+"""Checks of weight files by their headers, before a server spends minutes on loading them.
 
-Each is something that llama.cpp finds late (exit 1 at load) or never (wrong answers at full speed).
+llama.cpp finds these faults late (exit 1 at load) or never (wrong answers at full speed).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bakehouse.checks import Check, check
 from bakehouse.errors import BakehouseError
 
 ARCHITECTURE_TABLE = "src/llama-arch.cpp"
-"""Where a llama.cpp source tree names the architectures that it knows."""
+"""The file of a llama.cpp source tree that lists the supported architectures."""
 NOT_TEXT = {"clip": "a projector", "mmproj": "a projector"}
 TOKENIZER = "tokenizer_config.json"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
@@ -27,14 +27,14 @@ TEMPLATE_FLAGS = ("--chat-template", "--chat-template-file")
 
 @dataclass(frozen=True)
 class Inspected:
-    """What the weight files of all roles are, and what was found wrong."""
+    """The checkpoints of all roles, and their checks."""
 
     checkpoints: Mapping[str, Checkpoint]
     checks: tuple[Check, ...]
 
 
 def architectures_in(source: str) -> frozenset[str]:
-    """Architecture names in llama.cpp's own table; empty where `source` holds no such table."""
+    """Return the architecture names in llama.cpp's table; empty if `source` has no such table."""
     table = re.search(r"LLM_ARCH_NAMES\s*=\s*\{(.*?)\n\};", source, re.DOTALL)
     if table is None:
         return frozenset()
@@ -49,10 +49,10 @@ def inspect(
     chat: bool = True,
     argv: Sequence[str] = (),
 ) -> Inspected:
-    """Read the headers of every role's files and judge them; never raises for a bad file.
+    """Read the headers of every role's files and check them; never raises for a bad file.
 
-    `architectures` are those that the pinned source knows, where that could be read; `chat` says
-    whether chat requests will be made, `argv` the server's command (it may bring a template).
+    `architectures` are those of the pinned source, if known; `chat` says whether chat requests
+    will be made; `argv` is the server's command, which may name a template.
     """
     found: dict[str, Checkpoint] = {}
     checks: list[Check] = []
@@ -86,7 +86,7 @@ def gguf_checks(
     chat: bool,
     argv: Sequence[str] = (),
 ) -> tuple[Check, ...]:
-    """Judge a language model's GGUF by its metadata."""
+    """Check a language model's GGUF by its metadata."""
     where = model.files[0].name
     made = [_architecture(model.shape.architecture, architectures, where)]
     if model.metadata.get("tokenizer.ggml.model") == "gpt2":
@@ -110,10 +110,10 @@ def gguf_checks(
 
 
 def template_check(files: Sequence[Path], argv: Sequence[str] = ()) -> Check:
-    """Whether a Hugging Face checkpoint has a chat template, by its pinned files.
+    """Check whether a Hugging Face checkpoint has a chat template, by its pinned files.
 
-    Without one each chat request ends with 400, while /health is 200. Some tokenizers bring theirs
-    in code, so that a checkpoint without `tokenizer_config.json` is not known.
+    Without one each chat request fails with HTTP 400, while /health is 200. Some tokenizers have
+    theirs in code, so a checkpoint without `tokenizer_config.json` is unknown.
     """
     names = {path.name: path for path in files}
     given = next((a for a in argv if a.split("=")[0] in TEMPLATE_FLAGS), None)
@@ -130,7 +130,7 @@ def template_check(files: Sequence[Path], argv: Sequence[str] = ()) -> Check:
 
 
 def _chat_template(path: Path) -> bool | None:
-    """Whether a tokenizer's configuration has a template; None where it cannot be read."""
+    """Whether a tokenizer's configuration has a template; None if it cannot be read."""
     try:
         found = json.loads(path.read_bytes()[:MAX_TOKENIZER])
     except (OSError, ValueError):
@@ -139,16 +139,16 @@ def _chat_template(path: Path) -> bool | None:
 
 
 def _architecture(name: str, known: frozenset[str] | None, where: str) -> Check:
-    expected = "a language model's architecture that the pinned source knows"
+    expected = "an architecture that the pinned source supports"
     if not name:
-        observed: str | None = "no general.architecture: part of another pipeline, not a model"
+        observed: str | None = "no general.architecture: not a language model"
         ok: bool | None = False
     elif name in NOT_TEXT:
         observed, ok = f"'{name}': {NOT_TEXT[name]}, which belongs to weights.projector", False
     elif not known:
         observed, ok = f"'{name}'; the source's table could not be read", None
     elif name not in known:
-        observed = f"'{name}' is not among the {len(known)} that this source knows"
+        observed = f"'{name}' is not among the {len(known)} that this source supports"
         observed, ok = observed + ": a newer pin or a patch is needed", False
     else:
         observed, ok = f"'{name}'", True
@@ -156,12 +156,12 @@ def _architecture(name: str, known: frozenset[str] | None, where: str) -> Check:
 
 
 def projector_check(model: Checkpoint, projector: Checkpoint) -> Check:
-    """Whether a projector makes vectors of the model's width."""
+    """Check whether a projector matches the model's embedding width."""
     width = model.shape.embedding
     where = f"{projector.files[0].name} with {model.files[0].name}"
-    expected = f"a projector to the model's embedding of {width}"
+    expected = f"a projector for the model's embedding width {width}"
     if projector.shape.architecture not in NOT_TEXT:
-        observed = f"architecture '{projector.shape.architecture}' is no projector's"
+        observed = f"architecture '{projector.shape.architecture}' is not a projector"
         return check("projector-matches", expected, observed, where, ok=False)
     widths = {
         length
@@ -179,5 +179,5 @@ def projector_check(model: Checkpoint, projector: Checkpoint) -> Check:
     if width in widths or (not widths and width in declared):
         return check("projector-matches", expected, f"{width}", where, ok=True)
     seen = ", ".join(map(str, sorted(declared or widths)[:6]))
-    observed = f"it projects to {seen}: it belongs to another size of this model"
+    observed = f"it projects to {seen}: it is for another size of this model"
     return check("projector-matches", expected, observed, where, ok=False)

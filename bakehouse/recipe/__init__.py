@@ -1,1 +1,1 @@
-"""Recipes: intent. What is wanted, in YAML, strict, with the place of every fault."""
+"""Recipes: strict YAML files, with the place of every fault."""

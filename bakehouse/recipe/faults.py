@@ -1,4 +1,4 @@
-"""Where a value of a recipe stands, and how a fault there is worded."""
+"""The place of a recipe's value, and the wording of its faults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from bakehouse.errors import Fault
-from bakehouse.recipe.scalars import PlainBool
 from bakehouse.redact import clean
 
 MAX_MESSAGE = 400
@@ -24,44 +23,43 @@ class Origin:
     line: int = 0
     column: int = 0
     body: int = 0
-    """For a `|` block: the line of the file on which its first line stands; 0 for other text."""
+    """For a `|` block: the line of the file with its first line; 0 for other text."""
     indent: int = 0
-    """For a `|` block: columns by which its lines are indented."""
+    """For a `|` block: columns of indentation."""
 
     def at(self, line: int, column: int = 1) -> Origin:
-        """Give the place of a line and column *inside* this value, as near as its style allows."""
+        """Return the place of a line and column inside this value, if its style allows."""
         if not self.body:
             return self
         return Origin(self.file, self.body + max(line, 1) - 1, self.indent + max(column, 1))
 
     def fault(self, message: str, hint: str | None = None) -> Fault:
-        """Make a fault at this place; control characters in it are escaped."""
+        """Return a fault at this place, with control characters escaped."""
         return Fault(
             self.file, self.line, self.column, printable(message), printable(hint) if hint else None
         )
 
 
 def printable(text: str, limit: int = MAX_MESSAGE) -> str:
-    """Escape what a terminal would obey, and cut what nobody would read."""
+    """Escape control characters, and cut long text."""
     safe = clean(text[: 4 * limit], one_line=True)
     return safe if len(safe) <= limit else safe[: limit - 1] + "…"
 
 
 def kind(value: Any) -> str:
-    """Say in a recipe's own terms what a value is."""
+    """Describe a value in a recipe's own terms."""
     if isinstance(value, str):
         return f"the text '{printable(value, 60)}'"
-    written = getattr(value, "text", None) or str(value).lower()
-    if isinstance(value, PlainBool | bool):
-        return f"the boolean {written}"
+    if isinstance(value, bool):
+        return f"the boolean {str(value).lower()}"
     if isinstance(value, int | float):
-        return f"the number {printable(written, 40)}"
-    words = {type(None): "null", list: "a list", tuple: "a list"}
-    return words.get(type(value), "a map" if isinstance(value, dict) else type(value).__name__)
+        return f"the number {printable(str(value), 40)}"
+    words = {type(None): "null", list: "a list", tuple: "a list", dict: "a map"}
+    return words.get(type(value), type(value).__name__)
 
 
 def dotted(path: Iterable[str | int]) -> str:
-    """Write a key path the way `--set` takes it; list positions in brackets."""
+    """Return a key path as `--set` takes it, with list positions in brackets."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -69,7 +67,7 @@ def dotted(path: Iterable[str | int]) -> str:
 
 
 def shown(path: Path) -> str:
-    """Give a path as short as it can be said from the current folder, safe to print."""
+    """Return a path relative to the current folder if possible, safe to print."""
     try:
         here = Path.cwd()
     except OSError:

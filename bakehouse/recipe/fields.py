@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
 from bakehouse.recipe import references
-from bakehouse.recipe.scalars import Filled, Text, plain
+from bakehouse.recipe.scalars import Anything, Filled, Text, TextOrInteger
 
 
 def _matches(pattern: str, message: str) -> AfterValidator:
@@ -34,13 +34,13 @@ def _no_password(value: str) -> str:
     if found := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)@", value):
         scheme, user = found[1].lower(), found[2]
         if ":" in user or scheme.startswith("http"):
-            raise ValueError("a user, password or token may not stand in a recipe's URL")
+            raise ValueError("a recipe's URL must not contain a user, password or token")
     query = value.partition("#")[0].partition("?")[2]
     for name in (part.partition("=")[0] for part in query.split("&")):
         if _SIGNED.search(name):
             raise ValueError(
-                f"'{name}' in a URL is a token or a signature: it may not stand in a recipe, and "
-                "would expire"
+                f"'{name}' in a URL is a token or a signature: a recipe must not contain one, and "
+                "it would expire"
             )
     return value
 
@@ -52,7 +52,6 @@ def _inside(value: str) -> str:
 
 
 def _definition(value: Any) -> Any:
-    value = plain(value)
     if not isinstance(value, str | int | float):
         raise ValueError("a CMake definition is text, a number, true or false")
     return value
@@ -95,7 +94,7 @@ def matches_repo(text: str) -> bool:
 
 Hub = Annotated[Text, _matches(_HUB, "write owner/name"), _schema(_HUB)]
 PatchId = Annotated[
-    Text,
+    TextOrInteger,
     _matches(_PATCH, "an id has letters, digits, '.', '_' and '-' only, at most 100 of them"),
     WithJsonSchema({"type": ["string", "number"], "pattern": f"^{_PATCH}$"}),
 ]
@@ -108,13 +107,15 @@ Variable = Annotated[
 ]
 _USER = r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?::[A-Za-z0-9_][A-Za-z0-9_.-]*)?"
 User = Annotated[
-    Text,
+    TextOrInteger,
     _matches(_USER, "a user is a name or a number, with :GROUP behind it at most"),
     WithJsonSchema({"type": ["string", "number"], "pattern": f"^(?:{_USER})$"}),
 ]
 """Who a container runs as."""
 Definition = Annotated[
-    Any, BeforeValidator(_definition), WithJsonSchema({"type": ["string", "number", "boolean"]})
+    Anything,
+    BeforeValidator(_definition),
+    WithJsonSchema({"type": ["string", "number", "boolean"]}),
 ]
 
 

@@ -1,7 +1,4 @@
-"""What a server has to prove before it counts as ready: suites, and what each of them is told.
-
-The part `probe` of a recipe. Suites themselves are in the room `probe`.
-"""
+"""The `probe` part of a recipe: suites that a server must pass to be ready, and their settings."""
 
 from __future__ import annotations
 
@@ -51,9 +48,7 @@ class Facts(Frozen):
         if self.must_pass and self.must_pass > asked:
             kind = "questions" if self.questions else "built-in questions"
             raise Misplaced(
-                f"must_pass is {self.must_pass}, but there are {asked} {kind}",
-                "must_pass",
-                about=("must_pass", "questions"),
+                f"must_pass is {self.must_pass}, but there are {asked} {kind}", "must_pass"
             )
         return self
 
@@ -89,27 +84,27 @@ class Likelihood(Frozen):
 
 
 class Reference(Frozen):
-    """The suite that holds greedy tokens and their probabilities against a reference run."""
+    """The suite that compares greedy tokens and their probabilities with a reference run."""
 
     agreement: Annotated[Number, Field(gt=0, le=1)] | None = None
     """Share of positions at which the most likely token must be the same; by default what was
     measured."""
     divergence: Annotated[Number, Field(gt=0)] | None = None
-    """Mean Kullback-Leibler divergence from the reference that is borne, in nats; by default what
-    was measured."""
+    """Largest mean Kullback-Leibler divergence from the reference, in nats; by default what was
+    measured."""
 
 
 class Speculation(Frozen):
-    """The suite that watches speculative decoding at work, and holds it against decoding alone."""
+    """The suite that checks speculative decoding, and compares it with decoding alone."""
 
     min_acceptance: Annotated[Number, Field(ge=0, le=1)] | None = None
     """Share of the draft tokens that has to be accepted; by default any at all."""
     max_acceptance: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    """Share above which acceptance is not believed: no drafter is that good."""
+    """Share above which acceptance counts as a fault: no drafter is that good."""
     near_tie: Annotated[Number, Field(gt=0)] = 0.25
     """Nats. Two tokens this close may change places with the size of a batch."""
     loss: Annotated[Number, Field(gt=0)] = 0.02
-    """Nats a token. How much likelier greedy decoding alone may be, in the mean."""
+    """Nats per token. How much likelier greedy decoding alone may be, on average."""
     max_tokens: Annotated[Whole, Field(ge=8, le=512)] = 64
     """For a text that n-gram modes can draft; half as many for a new sentence."""
 
@@ -120,7 +115,6 @@ class Speculation(Frozen):
                 f"min_acceptance {self.min_acceptance:g} is above "
                 f"max_acceptance {self.max_acceptance:g}",
                 "min_acceptance",
-                about=("min_acceptance", "max_acceptance"),
             )
         return self
 
@@ -163,10 +157,10 @@ class Concurrency(Frozen):
 
 
 class Probe(Frozen):
-    """What the server has to prove before it counts as ready."""
+    """The suites that a server must pass to be ready, and their settings."""
 
     suites: Annotated[tuple[SuiteName, ...], Field(min_length=1)] | None = None
-    """By default what `default_suites` gives for the engine."""
+    """By default those of `default_suites` for the engine."""
     request: Request = Request()
     facts: Facts = Facts()
     fluency: Fluency = Fluency()
@@ -182,10 +176,10 @@ class Probe(Frozen):
 def default_suites(
     engine: str | None, *, speculation: bool = False, vision: bool = False
 ) -> tuple[SuiteName, ...]:
-    """Give the suites that are asked where a recipe names none, or a server has no recipe.
+    """Return the suites of a recipe that names none, or of a server without recipe.
 
-    Both engines give the probability of a known text, each in its own way; of a server that is
-    not known only answers are judged.
+    Both engines report the probability of a given text; of an unknown server only answers are
+    checked.
     """
     if engine not in ("llama.cpp", "vllm"):
         return ("facts",)

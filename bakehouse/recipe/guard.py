@@ -1,4 +1,4 @@
-"""The bounds of the memory guard, as a recipe sets them."""
+"""The limits of the memory guard in a recipe."""
 
 from __future__ import annotations
 
@@ -32,6 +32,5 @@ class MemoryGuard(Frozen):
             raise Misplaced(
                 f"warn is {self.warn} bytes, below stop at {self.stop}: there would be no warning",
                 "warn",
-                about=("warn", "stop"),
             )
         return self

@@ -1,4 +1,4 @@
-"""What a recipe knows of the memory that serving takes."""
+"""The memory that serving takes, as far as a recipe knows it."""
 
 from __future__ import annotations
 

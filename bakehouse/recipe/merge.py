@@ -1,7 +1,7 @@
-"""Several files to one tree: `include:` and `--set`, each value keeping its place.
+"""Merge `include:` files and `--set` into one tree; each value keeps its place.
 
-Maps merge, lists replace, null deletes. Of several includes the later wins; the file that
-includes wins over all of them, and `--set` over the file.
+Maps merge, lists replace, null deletes. A later include wins over an earlier one, the including
+file over all of them, and `--set` over the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from bakehouse.recipe.yaml import (
     Table,
     Unreadable,
     compose,
-    compose_value,
 )
 
 MAX_BYTES = 2**20
@@ -36,14 +35,14 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass
 class Gathered:
-    """What was read so far."""
+    """Files and faults so far."""
 
     faults: list[Fault] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
     reads: int = 0
-    """Files opened; one that is included twice counts twice."""
+    """Number of files opened; one that is included twice counts twice."""
     broken: bool = False
-    """Whether some file could not be read to its end, so that keys may seem to be missing."""
+    """Whether a file could not be read, so that keys may only seem to be missing."""
 
 
 def gather(path: Path, overrides: Iterable[str], into: Gathered) -> Table:
@@ -58,7 +57,7 @@ def gather(path: Path, overrides: Iterable[str], into: Gathered) -> Table:
 
 
 def flatten(node: Node) -> tuple[Any, dict[KeyPath, Origin], dict[KeyPath, Origin]]:
-    """Give plain data without the nulls in maps, and the place of every value and every key."""
+    """Return plain data without nulls in maps, and the places of all values and of all keys."""
     places: dict[KeyPath, Origin] = {}
     keys: dict[KeyPath, Origin] = {}
 
@@ -80,12 +79,12 @@ def _is_null(node: Node | None) -> bool:
 
 
 def merge(base: Node | None, over: Node) -> Node:
-    """Lay `over` on `base`. A null stays, so that it deletes from what it is laid on later."""
+    """Merge `over` into `base`. A null stays, so that it still deletes in a later merge."""
     if not isinstance(over, Table):
         return over
     under = base if isinstance(base, Table) else Table(over.origin)
     entries, keys = dict(under.entries), dict(under.keys)
-    # An override passes through maps that a file wrote; those keep the file's place.
+    # Maps that a file wrote keep the file's place under an override.
     keep = isinstance(base, Table) and not over.origin.line
     for name, value in over.entries.items():
         entries[name] = merge(entries.get(name), value)
@@ -95,7 +94,7 @@ def merge(base: Node | None, over: Node) -> Node:
 
 
 def _file(path: Path, asked: Origin, chain: tuple[Path, ...], into: Gathered) -> Table | None:
-    """Read one file and what it includes; None and a fault where that cannot be done."""
+    """Read one file and its includes; None and a fault if that fails."""
     into.reads += 1
     if _real(path) in map(_real, chain):
         into.faults.append(asked.fault(f"include loop: {_chain((*chain, path))}"))
@@ -111,7 +110,7 @@ def _file(path: Path, asked: Origin, chain: tuple[Path, ...], into: Gathered) ->
 
 
 def _root(path: Path, text: str, into: Gathered) -> Table | None:
-    """Read a file's text as a map; None and a fault where it is none."""
+    """Parse a file's text as a map; None and a fault if it is not one."""
     if path not in into.files:
         into.files.append(path)
     name = shown(path)
@@ -127,7 +126,7 @@ def _root(path: Path, text: str, into: Gathered) -> Table | None:
         return None
     value = root.value if isinstance(root, Leaf) else []
     into.faults.append(
-        root.origin.fault(f"this is {kind(value)}, a recipe is a map", "write 'key: value'")
+        root.origin.fault(f"a recipe is a map, this is {kind(value)}", "write 'key: value'")
     )
     return None
 
@@ -164,33 +163,33 @@ def _is_path(text: str) -> bool:
 def _include_list(node: Node | None, into: Gathered) -> list[Leaf]:
     if node is None or _is_null(node):
         return []
-    wanted = []
+    paths = []
     for item in node.items if isinstance(node, Items) else (node,):
         if isinstance(item, Leaf) and isinstance(item.value, str) and _is_path(item.value):
-            wanted.append(item)
+            paths.append(item)
         else:
             value = item.value if isinstance(item, Leaf) else [] if isinstance(item, Items) else {}
             into.faults.append(
-                item.origin.fault(f"include is {kind(value)}; a path or a list of paths is wanted")
+                item.origin.fault(f"include must be a path or a list of paths, got {kind(value)}")
             )
             into.broken = True
-    return wanted
+    return paths
 
 
 def _read(path: Path, asked: Origin, chain: tuple[Path, ...], into: Gathered) -> str | None:
-    """Give a file's text; None and a fault where it cannot be had."""
+    """Return a file's text; None and a fault if it cannot be read."""
     by = f", included by {_chain(chain)}" if chain else ""
     try:
-        # Asked first, and opened without waiting: a pipe must not make us wait for ever.
+        # Checked before opening, since opening a pipe would block.
         mode = path.stat().st_mode
         if stat.S_ISREG(mode):
             with path.open("rb") as file:
                 raw = file.read(MAX_BYTES + 1)
             return _decode(raw, asked if len(raw) > MAX_BYTES else Origin(shown(path), 1, 1), into)
         what = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
-        message = f"{shown(path)} is {what}, a YAML file is wanted{by}"
+        message = f"{shown(path)} is {what}, not a YAML file{by}"
     except FileNotFoundError:
-        message = f"there is no file '{shown(path)}'{by}"
+        message = f"file '{shown(path)}' not found{by}"
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         message = f"{shown(path)} cannot be read: {why}{by}"
@@ -200,7 +199,7 @@ def _read(path: Path, asked: Origin, chain: tuple[Path, ...], into: Gathered) ->
 
 def _decode(raw: bytes, place: Origin, into: Gathered) -> str | None:
     if len(raw) > MAX_BYTES:
-        into.faults.append(place.fault("the file is larger than 1 MiB, no recipe is that long"))
+        into.faults.append(place.fault("the file is larger than 1 MiB, the limit for recipes"))
         return None
     try:
         text = raw.decode("utf-8-sig")
@@ -233,10 +232,10 @@ def _override(tree: Table, override: str, into: Gathered) -> Table:
         into.faults.append(whole.fault("this is not KEY=VALUE", shape))
         return tree
     if path[0] == "include":
-        into.faults.append(origin.fault("include cannot be set here", "set the values themselves"))
+        into.faults.append(origin.fault("--set cannot change include", "set the values themselves"))
         return tree
     try:
-        value = compose_value(text, origin, into.faults) or Leaf(origin, None)
+        value = compose(text, origin.file, into.faults, origin) or Leaf(origin, None)
     except Unreadable as error:
         hint = "VALUE is YAML: quote text with special characters, as in --set 'key=\"*.gguf\"'"
         into.faults.append(origin.fault(error.fault.message, error.fault.hint or hint))

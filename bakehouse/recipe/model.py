@@ -34,6 +34,7 @@ from bakehouse.recipe.scalars import (
     Misplaced,
     Size,
     Text,
+    TextOrInteger,
     Version,
     Whole,
 )
@@ -71,7 +72,7 @@ class Archive(Frozen):
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if sum(o is not None for o in (self.pypi, self.url, self.path)) != 1:
-            raise Misplaced("give exactly one of pypi, url and path", about=("pypi", "url", "path"))
+            raise Misplaced("give exactly one of pypi, url and path")
         return self
 
 
@@ -91,31 +92,28 @@ class Source(Frozen):
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if (self.git is None) == (self.archive is None):
-            raise Misplaced("give either git (with commit) or archive", about=("git", "archive"))
+            raise Misplaced("give either git (with commit) or archive")
         if self.archive is not None:
             if self.ref or self.commit:
                 raise Misplaced(
                     "ref and commit belong to git; an archive is pinned by its sha256",
                     "ref" if self.ref else "commit",
-                    about=("ref", "commit", "archive"),
                 )
             return self
         if self.commit is None:
-            raise Misplaced("a git source needs a commit: 40 hex digits", about=("git", "commit"))
+            raise Misplaced("a git source needs a commit: 40 hex digits")
         if FULL_COMMIT.fullmatch(self.commit):
             return self
         if not SHORT_COMMIT.fullmatch(self.commit):
             raise Misplaced(
-                f"commit '{self.commit}' is malformed: 40 lower-case hex digits are wanted",
+                f"commit '{self.commit}' is malformed: write 40 lower-case hex digits",
                 "commit",
-                about=("commit", "ref"),
             )
         if self.ref is None:
             raise Misplaced(
                 f"commit '{self.commit}' is abbreviated; give all 40 hex digits, "
                 "or a ref beside it in which it can be looked up",
                 "commit",
-                about=("commit", "ref"),
             )
         return self
 
@@ -124,25 +122,21 @@ class Cuda(Frozen):
     """The one CUDA toolkit that may be used."""
 
     version: Version
-    """`13.0` takes any 13.0.*, `13.0.88` only that one; held against nvcc's own version."""
+    """`13.0` accepts any 13.0.*, `13.0.88` only that one; compared with nvcc's own version."""
     provide: Literal["host", "pypi"] = "host"
-    """Whether the toolkit is the machine's own, or made of NVIDIA's wheels by the lock."""
+    """Whether the toolkit is the machine's own, or installed from NVIDIA's wheels in the lock."""
     path: Text | None = None
-    """The toolkit's folder, where the machine has several."""
+    """The toolkit's folder, if the machine has several."""
 
     @model_validator(mode="after")
     def _readable(self) -> Self:
         if not re.fullmatch(r"\d+(\.\d+){1,2}", self.version):
             raise Misplaced(
-                f"'{self.version}' is no toolkit version; write 13.0 or 13.0.88",
-                "version",
-                about=("version",),
+                f"'{self.version}' is not a toolkit version; write 13.0 or 13.0.88", "version"
             )
         if self.path and self.provide != "host":
             raise Misplaced(
-                "path names a toolkit of this machine; leave it out with provide: pypi",
-                "path",
-                about=("path", "provide"),
+                "path names a toolkit of this machine; leave it out with provide: pypi", "path"
             )
         return self
 
@@ -182,13 +176,12 @@ class Build(Frozen):
             raise Misplaced(
                 "where: docker and bases (builder and runtime images) go together",
                 "where" if self.bases is None else "bases",
-                about=("where", "bases"),
             )
         return self
 
 
 class ApiKey(Frozen):
-    """Where an API key is read from; the key itself never stands in a recipe."""
+    """Where an API key is read from; a recipe never contains the key itself."""
 
     env: Variable | None = None
     """The environment variable that holds it."""
@@ -198,7 +191,7 @@ class ApiKey(Frozen):
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if (self.env is None) == (self.file is None):
-            raise Misplaced("give either env or file", about=("env", "file"))
+            raise Misplaced("give either env or file")
         return self
 
 
@@ -223,11 +216,7 @@ class Image(Frozen):
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         if self.source and self.patches:
-            raise Misplaced(
-                "with a source, its patches stand in source.patches",
-                "patches",
-                about=("source", "patches"),
-            )
+            raise Misplaced("with a source, write its patches in source.patches", "patches")
         return self
 
     @property
@@ -239,30 +228,30 @@ class Image(Frozen):
 class Container(Frozen):
     """How a container is run."""
 
-    gpus: Text | None = None
+    gpus: TextOrInteger | None = None
     ipc: Literal["host", "private", "shareable"] | None = None
     shm_size: Size | None = None
     """Bytes of /dev/shm; without it the engine gives 64 MiB."""
     memory: Size | None = None
-    """What the container may use at most; beyond it the kernel ends it."""
+    """Memory limit of the container; above it the kernel stops it."""
     user: User | None = None
-    """In place of the image's own: a name, or UID:GID."""
+    """Instead of the image's own user: a name, or UID:GID."""
     volumes: tuple[Text, ...] = ()
     """Caches and the like: SOURCE:TARGET, with :ro behind it read-only."""
-    env: dict[Variable, Text] = {}
+    env: dict[Variable, TextOrInteger] = {}
 
 
 class Serve(Frozen):
     """How the server is started and what its log and endpoints must show."""
 
     command: Filled
-    """A Jinja template for the argument list; see `recipe/argv.py`."""
+    """A Jinja template for the argument list; see `recipe/template.py`."""
     host: Filled = "127.0.0.1"
-    """The address that is listened on; loopback unless there is an API key."""
+    """The address to listen on; loopback unless there is an API key."""
     port: Annotated[Whole, Field(ge=0, le=65535)] = 8080
     """0 lets the system choose."""
     slots: Annotated[Whole, Field(ge=1, le=1024)] = 1
-    """Requests that are worked on at once."""
+    """Requests processed at the same time."""
     context: Annotated[Whole, Field(ge=1)] | None = None
     """Tokens, over all slots."""
     context_max: Annotated[Whole, Field(ge=1)] | None = None
@@ -283,7 +272,7 @@ class Serve(Frozen):
     guard: MemoryGuard = MemoryGuard()
     """Stops the server before it takes the machine's last memory."""
     api_key: ApiKey | None = None
-    env: dict[Variable, Text] = {}
+    env: dict[Variable, TextOrInteger] = {}
     vars: dict[str, Anything] = {}
     """The recipe's own template variables, seen as `vars.NAME`."""
 
@@ -293,13 +282,12 @@ class Serve(Frozen):
             raise Misplaced(
                 f"context {self.context} is above this recipe's context_max {self.context_max}",
                 "context",
-                about=("context", "context_max"),
             )
         return self
 
 
 class Recipe(Frozen):
-    """What is wanted."""
+    """A recipe: which engine and model to serve, and how to build, run and verify them."""
 
     schema_version: Annotated[Literal[1], Field(alias="schema")]
     name: Name
@@ -315,11 +303,11 @@ class Recipe(Frozen):
     memory: Memory = Memory()
     probe: Probe = Probe()
     acknowledge: dict[str, Text] = {}
-    """Known-bad combinations that are used all the same: id to reason, kept in the record."""
+    """Known-bad combinations to use anyway: id to reason, kept in the record."""
     experimental: Flag = False
-    """Marks a recipe that lifts a limit by a patch; said wherever the recipe is shown."""
+    """Marks a recipe that lifts a limit by a patch; shown with the recipe everywhere."""
     secrets: tuple[Variable, ...] = ()
-    """Names of environment variables whose values must never be shown."""
+    """Names of environment variables whose values are never shown."""
 
     @property
     def tree(self) -> Source | None:
@@ -359,7 +347,7 @@ class Recipe(Frozen):
 
     @property
     def asked(self) -> Probe:
-        """What the server has to prove, with the suites that are asked where none are named."""
+        """The probe settings, with the default suites if the recipe names none."""
         suites = self.probe.suites or default_suites(
             self.engine,
             speculation=self.serve.speculation not in (None, "none"),
@@ -377,11 +365,7 @@ class Recipe(Frozen):
         for key in other[: 1 if inside else 2]:
             if getattr(self, key) is not None:
                 wanted = " and ".join(takes)
-                raise Misplaced(
-                    f"engine {self.engine} takes {wanted}, not {key}", key, about=("engine", key)
-                )
+                raise Misplaced(f"engine {self.engine} takes {wanted}, not {key}", key)
         if getattr(self, takes[0]) is None:
-            raise Misplaced(
-                f"engine {self.engine} needs {takes[0]}", "engine", about=("engine", *takes, *other)
-            )
+            raise Misplaced(f"engine {self.engine} needs {takes[0]}", "engine")
         return self

@@ -36,9 +36,9 @@ class Patch(Frozen):
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if sum(o is not None for o in (self.file, self.pr, self.id)) != 1:
-            raise Misplaced("give exactly one of file, pr and id", about=("file", "pr", "id"))
+            raise Misplaced("give exactly one of file, pr and id")
         if self.repo and self.file:
-            raise Misplaced("repo belongs to pr and id", "repo", about=("repo", "file"))
+            raise Misplaced("repo belongs to pr and id", "repo")
         return self
 
     @property

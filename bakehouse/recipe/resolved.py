@@ -1,4 +1,4 @@
-"""A loaded recipe written out whole: what applies, and where each value comes from."""
+"""Export a loaded recipe with all defaults and the origin of each value."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ DEFAULT = "default"
 
 
 def resolved(loaded: Loaded) -> dict[str, Any]:
-    """Give the recipe as data with all defaults; what is not set is left out.
+    """Return the recipe as data with all defaults, without keys that are not set.
 
-    Sizes are bytes and durations carry their unit, so that a recipe can hold all of it.
+    Sizes are in bytes, durations have a unit, so that the data is a valid recipe again.
     """
     data: dict[str, Any] = _without_none(loaded.recipe.to_data())
     return data
 
 
 def sources(loaded: Loaded, data: Mapping[str, Any]) -> dict[str, str]:
-    """Give, for each value in `data` that is no map, the place that says so, or `default`."""
+    """Return the origin of each value in `data` that is not a map: a place, or `default`."""
     return {dotted(path): _source(loaded, path) for path in _leaves(data, ())}
 
 
 def to_yaml(loaded: Loaded, data: Mapping[str, Any]) -> str:
-    """Write YAML that loads again; comments name what comes from elsewhere than the file itself."""
+    """Return YAML that loads again; comments name the origins outside the file itself."""
     yaml = YAML()
     yaml.width = 2**16
     yaml.indent(mapping=2, sequence=4, offset=2)
@@ -58,10 +58,10 @@ def _leaves(value: Any, path: KeyPath) -> list[KeyPath]:
 
 def _source(loaded: Loaded, path: KeyPath) -> str:
     place = loaded.places.get(path)
-    return _said(place) if place else DEFAULT
+    return _origin_text(place) if place else DEFAULT
 
 
-def _said(place: Origin) -> str:
+def _origin_text(place: Origin) -> str:
     return f"{place.file}:{place.line}:{place.column}" if place.line else place.file
 
 
@@ -83,7 +83,7 @@ def _commented(loaded: Loaded, value: Any, path: KeyPath) -> Any:
         place = loaded.places.get(here)
         if (isinstance(below, dict) and below) or (place and place.file == own):
             continue
-        note = _said(place) if place else DEFAULT
+        note = _origin_text(place) if place else DEFAULT
         if isinstance(table[key], LiteralScalarString) or _is_block(table[key]):
             indent = 2 * len(path)
             table.yaml_set_comment_before_after_key(key, before=note, indent=indent)
@@ -97,7 +97,7 @@ def _is_block(value: Any) -> bool:
 
 
 def _text(text: str) -> Any:
-    """Choose a style that any reader of YAML 1.2 takes for this very text."""
+    """Choose a style that every YAML 1.2 reader reads as exactly this text."""
     lines = text.split("\n")
     if len(lines) > 1 and all(line.isprintable() for line in lines):
         tidy = lines[0].strip() and not any(line != line.rstrip() for line in lines)

@@ -1,15 +1,12 @@
-"""Scalar types of a recipe: text that keeps its source form, versions, sizes, durations.
+"""Scalar types of a recipe: text, versions, numbers, sizes, durations.
 
-A YAML reader turns `0123456` into a number; a commit of digits alone must stay text. The loader
-therefore hands over plain scalars as `PlainInt`, `PlainFloat` and `PlainBool`, which remember how
-they were written, and each field's type decides what to make of them.
+Text that YAML reads as a number, such as a commit of digits only, has to be quoted.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
@@ -18,113 +15,63 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Wi
 class Misplaced(ValueError):
     """A fault that a rule over several keys of one map found.
 
-    `at` leads from that map to the key to blame; `about` names the keys that the rule looked at.
+    `at` leads from that map to the key to blame.
     """
 
-    def __init__(self, message: str, *at: str | int, about: tuple[str, ...]) -> None:
+    def __init__(self, message: str, *at: str | int, about: tuple[str, ...] = ()) -> None:
+        del about  # the keys that the rule reads, for readers of the code
         super().__init__(message)
         self.at = at
-        self.about = about
-
-
-class PlainInt(int):
-    """An unquoted integer that remembers how it was written."""
-
-    text: str
-
-    def __new__(cls, value: int, text: str) -> PlainInt:
-        """Keep `text` beside the value."""
-        made = super().__new__(cls, value)
-        made.text = text
-        return made
-
-    def __getnewargs__(self) -> tuple[int, str]:  # type: ignore[override]
-        """Let copies be made."""
-        return int(self), self.text
-
-
-class PlainFloat(float):
-    """An unquoted floating-point number that remembers how it was written."""
-
-    text: str
-
-    def __new__(cls, value: float, text: str) -> PlainFloat:
-        """Keep `text` beside the value."""
-        made = super().__new__(cls, value)
-        made.text = text
-        return made
-
-    def __getnewargs__(self) -> tuple[float, str]:  # type: ignore[override]
-        """Let copies be made."""
-        return float(self), self.text
-
-
-@dataclass(frozen=True)
-class PlainBool:
-    """An unquoted `true` or `false` that remembers how it was written."""
-
-    value: bool
-    text: str
-
-    def __bool__(self) -> bool:
-        """Give the value itself."""
-        return self.value
 
 
 def _text(value: Any) -> Any:
-    if isinstance(value, PlainInt | PlainFloat):
-        return value.text
-    if isinstance(value, PlainBool):
-        raise ValueError(f"{value.text} is a boolean here; write '{value.text}' in quotes for text")
+    if isinstance(value, bool):
+        word = str(value).lower()
+        raise ValueError(f"{word} is a boolean; write '{word}' in quotes for text")
+    if isinstance(value, int | float):
+        raise ValueError(f"this is read as the number {value}; quote it to make it text")
     return value
 
 
+def _text_or_integer(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return _text(value)
+
+
 def _version(value: Any) -> Any:
-    if isinstance(value, PlainInt | PlainFloat):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         raise ValueError(
-            f'the version {value.text} is read as a number; quote it: "{value.text}" '
-            "(13.10 and 13.1 are the same number and different versions)"
+            f"this version is read as the number {value}; quote it (13.10 and 13.1 are the same "
+            "number, but different versions)"
         )
     return _text(value)
 
 
 def _number(value: Any) -> Any:
-    if isinstance(value, PlainBool):
-        raise ValueError(f"{value.text} is a boolean, a number is wanted")
-    if isinstance(value, PlainInt):
-        return int(value)
-    if isinstance(value, PlainFloat):
-        return float(value)
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number, got the boolean {str(value).lower()}")
     if isinstance(value, str):
-        mend = "; take the quotes away" if value.strip().isdecimal() else ""
-        raise ValueError(f"'{value}' is text, a number is wanted{mend}")
+        hint = "; remove the quotes" if value.strip().isdecimal() else ""
+        raise ValueError(f"expected a number, got the text '{value}'{hint}")
     return value
 
 
 def _flag(value: Any) -> Any:
-    if isinstance(value, PlainBool):
-        return value.value
     if isinstance(value, str) and value.lower() in {"on", "off", "yes", "no", "true", "false"}:
         raise ValueError(f"'{value}' is text in YAML 1.2; write true or false without quotes")
     if not isinstance(value, bool):
-        raise ValueError("true or false is wanted")
+        raise ValueError("expected true or false")
     return value
 
 
-def plain(value: Any) -> Any:
-    """Turn remembered scalars, at any depth, into ordinary Python values."""
-    if isinstance(value, PlainBool):
-        return value.value
-    if isinstance(value, PlainInt):
-        return int(value)
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(f"{getattr(value, 'text', value)} is not a finite number")
-        return float(value)
-    if isinstance(value, dict):
-        return {str(getattr(k, "text", k)): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
+def _finite(value: Any) -> Any:
+    """Refuse infinity and NaN at any depth: JSON has neither."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f".{value} is not a finite number")
+    items = value.values() if isinstance(value, dict) else value
+    for item in items if isinstance(value, dict | list) else ():
+        _finite(item)
     return value
 
 
@@ -138,12 +85,11 @@ _BYTES = {
 def parse_size(value: Any) -> int:
     """Give bytes for `121GiB`, `4 GB` or a bare number of bytes; ValueError otherwise."""
     if isinstance(value, int) and not isinstance(value, bool):
-        number, unit = str(int(value)), "b"
+        number, unit = str(value), "b"
     elif isinstance(value, str) and (found := _SIZE.fullmatch(value.strip())) and found[2]:
         number, unit = found[1], found[2].lower()
     else:
-        written = getattr(value, "text", value)
-        raise ValueError(f"'{written}' is not a size; write bytes or a unit, such as 4GiB or 98MB")
+        raise ValueError(f"'{value}' is not a size; write bytes or a unit, such as 4GiB or 98MB")
     size = float(number) * _BYTES[unit] if "." in number else int(number) * _BYTES[unit]
     if not 0 <= size < 2**63:
         raise ValueError("a size lies between 0 and 8 EiB")
@@ -163,14 +109,7 @@ def parse_duration(value: Any) -> float:
         if 0 < total <= LONGEST:
             return total
         raise ValueError(f"'{value.strip()}' is not above 0 and at most a year")
-    written = getattr(value, "text", value)
-    raise ValueError(f"'{written}' is not a duration; write a unit, such as 90s, 15m or 1h30m")
-
-
-def _from_json_duration(value: Any) -> Any:
-    if isinstance(value, float) and not isinstance(value, PlainFloat):
-        return value
-    return parse_duration(value)
+    raise ValueError(f"'{value}' is not a duration; write a unit, such as 90s, 15m or 1h30m")
 
 
 def format_duration(seconds: float) -> str:
@@ -185,9 +124,11 @@ def _filled(value: str) -> str:
 
 
 _TEXT = {"type": ["string", "number"]}
-"""What an editor may accept: a number in place of text keeps the form in which it is written."""
+"""For editors, which may accept a number; the loader asks for quotes where that is ambiguous."""
 
 Text = Annotated[str, BeforeValidator(_text), WithJsonSchema(_TEXT)]
+TextOrInteger = Annotated[str, BeforeValidator(_text_or_integer), WithJsonSchema(_TEXT)]
+"""Text in which an integer needs no quotes, such as the value of an environment variable."""
 Filled = Annotated[Text, AfterValidator(_filled)]
 """Text with something in it."""
 Version = Annotated[str, BeforeValidator(_version), WithJsonSchema({"type": "string"})]
@@ -210,7 +151,7 @@ Size = Annotated[
 """Bytes."""
 Duration = Annotated[
     float,
-    BeforeValidator(_from_json_duration),
+    BeforeValidator(parse_duration),
     PlainSerializer(format_duration, return_type=str, when_used="json"),
     WithJsonSchema(
         {
@@ -221,4 +162,4 @@ Duration = Annotated[
     ),
 ]
 """Seconds; written with its unit."""
-Anything = Annotated[Any, BeforeValidator(plain)]
+Anything = Annotated[Any, BeforeValidator(_finite)]

@@ -1,7 +1,7 @@
-"""The JSON schema of a recipe file, by which editors complete and check.
+"""The JSON schema of a recipe file, for completion and checks in editors.
 
-A file with `include:` may leave any key to what it includes and may delete keys with null; the
-schema therefore holds each type twice, whole and as a part.
+A file with `include:` may leave out keys, and delete them with null, so the schema has each type
+twice: whole and partial.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ INCLUDE = {
     ],
 }
 PART = "Part"
-"""What is appended to the name of a type that may be given in part."""
+"""Suffix of the name of a partial type."""
 
 
 def json_schema() -> dict[str, Any]:
-    """Give the schema as data."""
+    """Return the schema as data."""
     whole = Recipe.model_json_schema(by_alias=True)
     definitions = whole.pop("$defs")
     definitions["Recipe"] = whole
@@ -59,7 +59,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _reached(definitions: dict[str, Any]) -> set[str]:
-    """Give the names of all types that a recipe can lead to."""
+    """Return the names of all types that a recipe can contain."""
     reached: set[str] = set()
     waiting = ["Recipe", f"Recipe{PART}"]
     while waiting:
@@ -74,7 +74,7 @@ _KEYWORDS = {"ge": "minimum", "le": "maximum", "gt": "exclusiveMinimum", "lt": "
 
 
 def _tidy(schema: Any) -> Any:
-    """Use the standard's keywords for bounds, and leave out titles that only repeat the key."""
+    """Use the standard keywords for bounds; leave out titles that only repeat the key."""
     if isinstance(schema, list):
         return [_tidy(item) for item in schema]
     if not isinstance(schema, dict):
@@ -94,12 +94,12 @@ def _tidy(schema: Any) -> Any:
 
 
 def _part(schema: Any) -> Any:
-    """Copy a schema so that nothing is required, and null is right wherever a key may be."""
+    """Copy a schema so that nothing is required, and every key may be null."""
     if isinstance(schema, list):
         return [_part(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    # A list is replaced as a whole, so what stands in it has to be whole.
+    # A list is replaced as a whole, so its items have to be whole.
     copy = {
         k: v if k == "items" else _part(v)
         for k, v in schema.items()
@@ -121,9 +121,9 @@ def _or_null(schema: Any) -> Any:
 
 
 def _field_docstrings(module: ModuleType) -> dict[str, str]:
-    """Give the text below each field: `Class.key` to text.
+    """Return the docstring below each field by `Class.key`.
 
-    Read from the source once, here, because pydantic's own way would read it at every start.
+    Read from the source only here, since pydantic would read it at every start.
     """
     found: dict[str, str] = {}
     aliases = {"schema_version": "schema"}

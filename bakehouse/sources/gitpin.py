@@ -1,4 +1,4 @@
-"""A git source pinned: its commit, tree, date and submodules."""
+"""Pin a git source: commit, tree, date and submodules."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pin_git(ctx: Context, git: Git, source: Source) -> GitPin:
     tree, _, date = shown.strip().partition(" ")
     if not COMMIT.fullmatch(tree) or not date.isdigit():
         raise LockError(
-            f"git shows no tree and date for commit {commit}: '{clean(shown.strip())}'", where=url
+            f"git printed no tree and date for commit {commit}: '{clean(shown.strip())}'", where=url
         )
     number = None
     if has_whole_history(git, repository):
@@ -58,7 +58,7 @@ def pin_git(ctx: Context, git: Git, source: Source) -> GitPin:
 def _submodules(
     ctx: Context, git: Git, repository: Path, url: str, commit: str
 ) -> Iterator[SubmodulePin]:
-    """Pin what the tree names, and what those trees name in turn."""
+    """Pin the submodules of a tree, and theirs."""
     todo = [(repository, url, commit, "", 0)]
     seen = 0
     while todo:
@@ -68,12 +68,12 @@ def _submodules(
         for path, wanted in sorted(links.items()):
             seen += 1
             if seen > MAX_SUBMODULES or depth >= MAX_DEPTH:
-                raise LockError("there are too many submodules", where=url)
+                raise LockError("too many submodules", where=url)
             if path not in urls:
                 raise LockError(
                     f"submodule '{clean(path)}' has no URL in .gitmodules",
                     where=f"{url} at {commit}",
-                    hint="choose another commit: this one is not whole",
+                    hint="choose another commit: this one is incomplete",
                 )
             there = resolve_url(url, urls[path])
             mirror = ensure_commit(ctx, git, there, wanted)
@@ -86,7 +86,7 @@ def _submodules(
 
 
 def _gitlinks(git: Git, repository: Path, commit: str) -> dict[str, str]:
-    """Path to commit of every submodule in a commit's tree."""
+    """Return the commit of each submodule path in a commit's tree."""
     links = {}
     for row in git.ask(repository, "ls-tree", "-r", "-z", "--full-tree", commit).split("\0"):
         head, _, path = row.partition("\t")
@@ -96,7 +96,7 @@ def _gitlinks(git: Git, repository: Path, commit: str) -> dict[str, str]:
 
 
 def _urls(git: Git, repository: Path, commit: str) -> dict[str, str]:
-    """Path to URL, as `.gitmodules` has them; only those two keys are looked at."""
+    """Return the URL of each path in `.gitmodules`."""
     try:
         out = git.ask(repository, "config", "--blob", f"{commit}:.gitmodules", "--list", "-z")
     except GitFailed:
@@ -111,9 +111,9 @@ def _urls(git: Git, repository: Path, commit: str) -> dict[str, str]:
 
 
 def resolve_url(parent: str, url: str) -> str:
-    """A submodule's URL; one that starts with `./` or `../` is relative to its parent's.
+    """Return a submodule's URL; `./` and `../` are relative to its parent's.
 
-    Raises UsageError for one that leads nowhere, or by a protocol that is not spoken.
+    Raises UsageError for an invalid URL, or an unsupported protocol.
     """
     if url.startswith(("./", "../")):
         scheme, _, rest = parent.rstrip("/").partition("://")

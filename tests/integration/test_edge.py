@@ -97,7 +97,7 @@ def sleepers(session: int) -> list[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("how", ["wait", "child"])
-def test_a_signal_takes_one_clean_way(env: dict[str, str], number: int, how: str) -> None:
+def test_signal_ends_a_task_cleanly(env: dict[str, str], number: int, how: str) -> None:
     child = start(env, how, "--json")
     began = time.monotonic()
     os.kill(child.pid, number)
@@ -117,7 +117,7 @@ def test_a_signal_takes_one_clean_way(env: dict[str, str], number: int, how: str
     assert sleepers(child.pid) == []
 
 
-def test_many_signals_are_one(env: dict[str, str]) -> None:
+def test_signals_in_a_row_count_as_one(env: dict[str, str]) -> None:
     child = start(env, "child")
     for _ in range(20):
         os.kill(child.pid, signal.SIGINT)
@@ -133,7 +133,7 @@ def test_many_signals_are_one(env: dict[str, str]) -> None:
     assert record(env)["exit"] == 130
 
 
-def test_an_ignored_hangup_stays_ignored(env: dict[str, str]) -> None:
+def test_signal_hangup_stays_ignored(env: dict[str, str]) -> None:
     def ignore() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -146,7 +146,7 @@ def test_an_ignored_hangup_stays_ignored(env: dict[str, str]) -> None:
     assert child.returncode == 130
 
 
-def test_kill_9_leaves_a_whole_record_that_says_unfinished(env: dict[str, str]) -> None:
+def test_record_after_kill_9_is_unfinished(env: dict[str, str]) -> None:
     child = start(env, "child")
     os.kill(child.pid, signal.SIGKILL)
     child.communicate(timeout=10)
@@ -163,7 +163,7 @@ def test_kill_9_leaves_a_whole_record_that_says_unfinished(env: dict[str, str]) 
     assert sleepers(child.pid) == []
 
 
-def test_two_writers_at_once_lose_nothing(env: dict[str, str]) -> None:
+def test_record_writers_lose_nothing(env: dict[str, str]) -> None:
     many = (
         "import sys\nfrom pathlib import Path\nfrom bakehouse.context import Context\n"
         "from bakehouse.places import Places\nfrom bakehouse.records.store import Run\n"
@@ -194,9 +194,7 @@ def test_two_writers_at_once_lose_nothing(env: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("more", [[], ["--json"]])
 @pytest.mark.parametrize("how", ["long", "lines"])
-def test_a_reader_that_goes_away_is_no_error(
-    env: dict[str, str], how: str, more: list[str]
-) -> None:
+def test_output_reader_may_go_away(env: dict[str, str], how: str, more: list[str]) -> None:
     if how == "lines" and more:
         pytest.skip("with --json lines are not asked for")
     child = subprocess.Popen(
@@ -218,7 +216,7 @@ def run(
     return subprocess.run(shell, env=env, capture_output=True, text=True, timeout=30, check=False)
 
 
-def test_streams_that_are_closed(env: dict[str, str]) -> None:
+def test_output_with_closed_streams(env: dict[str, str]) -> None:
     assert (done := run(env, ">&-", "short")).returncode == 0, done.stderr
     assert done.stderr == ""
     assert run(env, "2>&-", "short").stdout == "done\n"
@@ -227,14 +225,14 @@ def test_streams_that_are_closed(env: dict[str, str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_result_that_cannot_be_printed_is_an_error(env: dict[str, str]) -> None:
+def test_output_that_cannot_be_printed_is_an_error(env: dict[str, str]) -> None:
     done = run(env, ">/dev/full", "short", "--json")
     assert done.returncode == 9
     assert "could not be printed: No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_text_that_the_terminal_cannot_show(env: dict[str, str]) -> None:
+def test_output_in_any_terminal_encoding(env: dict[str, str]) -> None:
     program = PROGRAM.replace('"done")', '"Größe 你好 \\ud800")')
     for encoding in ("ascii", "latin-1", "utf-8"):
         done = subprocess.run(
@@ -262,7 +260,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_is_named(env: dict[str, str], small_disk: Path) -> None:
+def test_disk_full_is_reported(env: dict[str, str], small_disk: Path) -> None:
     (small_disk / "filler").write_bytes(b"x" * 16384)
     done = run({**env, "BAKEHOUSE_HOME": str(small_disk)}, "", "run", "--json")
     document = json.loads(done.stdout)
@@ -271,7 +269,7 @@ def test_a_full_disk_is_named(env: dict[str, str], small_disk: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_read_only_disk_is_named(env: dict[str, str], small_disk: Path) -> None:
+def test_disk_read_only_is_reported(env: dict[str, str], small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     done = run({**env, "BAKEHOUSE_HOME": str(small_disk)}, "", "run", "--json")
     document = json.loads(done.stdout)
@@ -286,7 +284,7 @@ def invoke(env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]
     )  # fmt: skip
 
 
-def test_doctor_through_invoke(env: dict[str, str]) -> None:
+def test_doctor_with_invoke(env: dict[str, str]) -> None:
     done = invoke(env, "doctor", "--json")
     document = json.loads(done.stdout)
     assert document["task"] == "doctor"
@@ -294,7 +292,7 @@ def test_doctor_through_invoke(env: dict[str, str]) -> None:
     assert {"python", "git", "cmake", "ninja", "cc", "cache"} <= set(document["result"]["needed"])
 
 
-def test_doctor_on_a_machine_that_lacks_nearly_everything(env: dict[str, str]) -> None:
+def test_doctor_on_a_bare_machine(env: dict[str, str]) -> None:
     bare = {**env, "PATH": "/nonexistent", "CC": "no-such-cc", "BAKEHOUSE_HOME": "/proc/nowhere"}
     done = invoke(bare, "doctor", "--json")
     document = json.loads(done.stdout)
@@ -305,7 +303,7 @@ def test_doctor_on_a_machine_that_lacks_nearly_everything(env: dict[str, str]) -
     assert "Traceback" not in done.stderr
 
 
-def test_two_tasks_in_a_row_and_a_failing_one_ends_it(env: dict[str, str]) -> None:
+def test_invoke_stops_after_a_failed_task(env: dict[str, str]) -> None:
     done = invoke(env, "probe", "--url", "nonsense", "doctor")
     assert done.returncode == 2
     assert "nonsense" in done.stderr

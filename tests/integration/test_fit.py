@@ -304,7 +304,7 @@ def test_fit_shows_what_lies_beside_a_local_model(
         local(tmp_path, quant, sum(sizes))
     local(tmp_path, "Q8_0", 1.0, name="Some-Other-Model")
     recipe = tmp_path / "local.yaml"
-    text = RECIPE.format(commit="0" * 40).replace("m.gguf", "GLM-5.3-Flash-UD-IQ3_XXS.gguf")
+    text = RECIPE.format(commit="a" * 40).replace("m.gguf", "GLM-5.3-Flash-UD-IQ3_XXS.gguf")
     recipe.write_text(text)
     assert main("fit", {"recipe": str(recipe), "host": "gb10"}, json=True) == 0
     result = json.loads(capsys.readouterr().out)["result"]
@@ -330,7 +330,7 @@ def test_nothing_there(hub: tuple[FakeHub, Context]) -> None:
     with pytest.raises(NotFound):
         fit.run(ctx, fit.Options(hub="o/other", host="gb10"))
     fake.put("README.md", b"", 5)
-    with pytest.raises(NotFound, match="holds no GGUF"):
+    with pytest.raises(NotFound, match="has no GGUF"):
         fit.run(ctx, fit.Options(hub="o/m", host="gb10"))
 
 
@@ -377,7 +377,7 @@ def test_a_recipe_s_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     metadata = llama_metadata()
     (tmp_path / "m.gguf").write_bytes(gguf_bytes(metadata, [("a", (64,), 0, bytes(256))]))
     recipe = tmp_path / "local.yaml"
-    recipe.write_text(RECIPE.format(commit="0" * 40))
+    recipe.write_text(RECIPE.format(commit="a" * 40))
     code = main("fit", {"recipe": str(recipe), "host": "cpu:8GiB"}, json=True)
     document = json.loads(capsys.readouterr().out)
     assert code == 0, document

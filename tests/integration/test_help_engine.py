@@ -13,9 +13,8 @@ from bakehouse.context import Context
 from bakehouse.engines.llamacpp import server
 from bakehouse.engines.llamacpp.help import Help, judge_flags
 from bakehouse.places import Places
-from bakehouse.recipe.argv import render
 from bakehouse.recipe.load import load, names
-from bakehouse.recipe.variables import trial_variables
+from bakehouse.recipe.template import render, trial_variables
 from bakehouse.serve.able import ask_help
 
 pytestmark = [pytest.mark.integration, pytest.mark.engine]

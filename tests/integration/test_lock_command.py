@@ -99,7 +99,7 @@ def write(ctx: Context, **over: Any) -> Path:
     return write_recipe(ctx.recipes, recipe_data(**over))
 
 
-def test_a_first_lock_is_written_and_printed(ctx: Context, repo: Repo, said: Saying) -> None:
+def test_lock_first_is_written_and_printed(ctx: Context, repo: Repo, said: Saying) -> None:
     commit = repo.commit({"a": "1"})
     path = write(ctx, source={"git": repo.url, "commit": commit})
     outcome = lock.run(ctx, lock.Options(recipe="test"))
@@ -112,9 +112,7 @@ def test_a_first_lock_is_written_and_printed(ctx: Context, repo: Repo, said: Say
     assert again.result["lock"] == outcome.result["lock"]
 
 
-def test_a_ref_that_moved_is_told_and_moves_nothing(
-    ctx: Context, repo: Repo, git_host: GitHost
-) -> None:
+def test_lock_reports_a_moved_ref(ctx: Context, repo: Repo, git_host: GitHost) -> None:
     first = repo.commit({"a": "1"})
     write(ctx, source={"git": repo.url, "commit": first, "ref": "main"})
     lock.run(ctx, lock.Options(recipe="test"))
@@ -131,7 +129,7 @@ def test_a_ref_that_moved_is_told_and_moves_nothing(
     assert lock.run(ctx, lock.Options(recipe="test")).result["drift"] == []
 
 
-def test_update_moves_pins_and_says_which(ctx: Context, repo: Repo, said: Saying) -> None:
+def test_lock_update_moves_pins(ctx: Context, repo: Repo, said: Saying) -> None:
     first, second = repo.commit({"a": "1"}), repo.commit({"a": "2"})
     path = write(ctx, source={"git": repo.url, "commit": first})
     lock.run(ctx, lock.Options(recipe="test"))
@@ -148,7 +146,7 @@ def test_update_moves_pins_and_says_which(ctx: Context, repo: Repo, said: Saying
     assert found.source.tree == repo.tree({"a": "2"})
 
 
-def test_locked_writes_nothing(ctx: Context, repo: Repo) -> None:
+def test_lock_locked_writes_nothing(ctx: Context, repo: Repo) -> None:
     path = write(ctx, source={"git": repo.url, "commit": repo.commit({"a": "1"})})
     with pytest.raises(LockError, match="no lock") as caught:
         fetch.run(ctx, fetch.Options(recipe="test", locked=True))
@@ -158,35 +156,31 @@ def test_locked_writes_nothing(ctx: Context, repo: Repo) -> None:
     fetch.run(ctx, fetch.Options(recipe="test", locked=True))
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        lambda ctx: plan.run(ctx, plan.Options(recipe="test")),
-        lambda ctx: build.run(ctx, build.Options(recipe="test", dry_run=True)),
-        lambda ctx: serve.run(ctx, serve.Options(recipe="test", dry_run=True)),
-    ],
-)
-def test_what_runs_nothing_writes_no_lock(
-    ctx: Context, repo: Repo, task: Callable[[Context], object]
-) -> None:
+def test_lock_is_not_written_by_dry_runs(ctx: Context, repo: Repo) -> None:
     path = write(ctx, source={"git": repo.url, "commit": repo.commit({"a": "1"})})
-    with pytest.raises(LockError, match="has no lock") as caught:
-        task(ctx)
-    assert "--locked" not in caught.value.what
-    assert "invoke lock --recipe test" in str(caught.value.hint)
-    assert not lock_path(path).exists()
+    tasks: list[Callable[[], object]] = [
+        lambda: plan.run(ctx, plan.Options(recipe="test")),
+        lambda: build.run(ctx, build.Options(recipe="test", dry_run=True)),
+        lambda: serve.run(ctx, serve.Options(recipe="test", dry_run=True)),
+    ]
+    for task in tasks:
+        with pytest.raises(LockError, match="no lock file") as caught:
+            task()
+        assert "--locked" not in caught.value.what
+        assert "invoke lock --recipe test" in str(caught.value.hint)
+        assert not lock_path(path).exists()
 
 
-def test_an_override_is_not_locked(ctx: Context, repo: Repo) -> None:
+def test_lock_refuses_an_override(ctx: Context, repo: Repo) -> None:
     commit = repo.commit({"a": "1"})
     path = write(ctx, source={"git": repo.url, "commit": "3" * 40})
     over = (f"source.commit={commit}",)
-    with pytest.raises(LockError, match="override"):
+    with pytest.raises(LockError, match="--set changes what is locked"):
         lock.run(ctx, lock.Options(recipe="test", set_=over))
     assert not lock_path(path).exists()
 
 
-def test_a_lock_of_another_recipe(ctx: Context, repo: Repo) -> None:
+def test_lock_refuses_one_of_another_recipe(ctx: Context, repo: Repo) -> None:
     path = write(ctx, source={"git": repo.url, "commit": repo.commit({"a": "1"})})
     lock.run(ctx, lock.Options(recipe="test"))
     other = write_recipe(ctx.recipes, {**recipe_data(), "name": "other"}, "other")
@@ -195,7 +189,7 @@ def test_a_lock_of_another_recipe(ctx: Context, repo: Repo) -> None:
         ensure_lock(ctx, load(other))
 
 
-def test_a_damaged_lock_is_mended_by_update(ctx: Context, repo: Repo) -> None:
+def test_lock_update_replaces_a_damaged_lock(ctx: Context, repo: Repo) -> None:
     path = write(ctx, source={"git": repo.url, "commit": repo.commit({"a": "1"})})
     lock_path(path).write_text("{")
     with pytest.raises(LockError, match="damaged"):
@@ -204,9 +198,7 @@ def test_a_damaged_lock_is_mended_by_update(ctx: Context, repo: Repo) -> None:
     fetch.run(ctx, fetch.Options(recipe="test"))
 
 
-def test_fetch_brings_everything_and_then_needs_no_network(
-    ctx: Context, host: FileHost, tmp_path: Path
-) -> None:
+def test_fetch_all_then_needs_no_network(ctx: Context, host: FileHost, tmp_path: Path) -> None:
     host.put("/p-1.tar.gz", TAR, cut(50))
     host.put("/m.gguf", MODEL)
     write(
@@ -229,7 +221,7 @@ def test_fetch_brings_everything_and_then_needs_no_network(
     assert locked.stamp == hashlib.sha256(TAR).hexdigest()[:9]
 
 
-def test_a_local_archive_is_copied_and_verified(ctx: Context, tmp_path: Path) -> None:
+def test_fetch_copies_and_verifies_a_local_archive(ctx: Context, tmp_path: Path) -> None:
     (ctx.recipes / "p.tar.gz").write_bytes(TAR)
     write(ctx, source=archive(path="p.tar.gz"))
     fetch.run(ctx, fetch.Options(recipe="test"))
@@ -241,7 +233,7 @@ def test_a_local_archive_is_copied_and_verified(ctx: Context, tmp_path: Path) ->
         lock.run(ctx, lock.Options(recipe="test", update=True))
 
 
-def test_an_archive_that_is_something_else(ctx: Context, host: FileHost) -> None:
+def test_fetch_refuses_another_archive(ctx: Context, host: FileHost) -> None:
     host.put("/p.tar.gz", b"<html>Log in</html>")
     write(ctx, source=archive(url=host.at("/p.tar.gz")))
     with pytest.raises(LockError, match="an HTML page"):
@@ -249,7 +241,7 @@ def test_an_archive_that_is_something_else(ctx: Context, host: FileHost) -> None
     assert not list(ctx.places.downloads.rglob("*.tar.gz"))
 
 
-def test_an_archive_of_a_release(ctx: Context, host: FileHost) -> None:
+def test_lock_archive_of_a_release(ctx: Context, host: FileHost) -> None:
     host.put("/files/some_engine-1.0.tar.gz", TAR)
     row = {
         "filename": "some_engine-1.0.tar.gz", "size": len(TAR),
@@ -263,7 +255,7 @@ def test_an_archive_of_a_release(ctx: Context, host: FileHost) -> None:
     assert outcome.result["lock"]["source"]["origin"] == "pypi:some-engine==1.0"
 
 
-def test_a_patch_that_changed_stops_everything(ctx: Context) -> None:
+def test_fetch_refuses_a_changed_patch(ctx: Context) -> None:
     (ctx.recipes / "p.tar.gz").write_bytes(TAR)
     patch = ctx.recipes / "p.patch"
     patch.write_text("--- a/main.c\n+++ b/main.c\n@@ -1 +1 @@\n-int x;\n+int y;\n")
@@ -279,7 +271,7 @@ def test_a_patch_that_changed_stops_everything(ctx: Context) -> None:
     assert moved == {"patch p.patch", "source tree"}
 
 
-def test_the_cache_can_be_lost(ctx: Context, host: FileHost, tmp_path: Path) -> None:
+def test_fetch_after_losing_the_cache(ctx: Context, host: FileHost, tmp_path: Path) -> None:
     """A lock and its recipe are all that another machine has."""
     host.put("/p-1.tar.gz", TAR)
     (ctx.recipes / "p.patch").write_text(
@@ -293,7 +285,7 @@ def test_the_cache_can_be_lost(ctx: Context, host: FileHost, tmp_path: Path) -> 
     assert (tmp_path / "out" / "main.c").read_bytes() == b"int y;\n"
 
 
-def test_a_place_that_cannot_be_written(ctx: Context, repo: Repo, tmp_path: Path) -> None:
+def test_lock_to_a_read_only_folder(ctx: Context, repo: Repo, tmp_path: Path) -> None:
     write(ctx, source={"git": repo.url, "commit": repo.commit({"a": "1"})})
     (tmp_path / "file").write_text("")
     places = replace(ctx.places, cache=tmp_path / "file" / "cache")
@@ -315,7 +307,7 @@ lock.run(ctx, lock.Options(recipe="test"))
 
 
 @pytest.mark.parametrize("after", [0.4, 0.6, 0.8])
-def test_kill_in_the_middle_of_unpacking(ctx: Context, tmp_path: Path, after: float) -> None:
+def test_fetch_killed_while_unpacking(ctx: Context, tmp_path: Path, after: float) -> None:
     files = {f"p-1/src/{n}.c": os.urandom(3000) for n in range(400)}
     data = tarball(files)
     (ctx.recipes / "p.tar.gz").write_bytes(data)
@@ -342,7 +334,7 @@ def test_kill_in_the_middle_of_unpacking(ctx: Context, tmp_path: Path, after: fl
         ({"hub": "o/m", "files": "*.gguf"}, "HF_ENDPOINT has to be an https address"),
     ],
 )
-def test_what_is_cheap_to_see_is_seen_before_the_source_is_fetched(
+def test_lock_checks_weights_before_fetching_the_source(
     ctx: Context, repo: Repo, weights: dict[str, str], why: str
 ) -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"

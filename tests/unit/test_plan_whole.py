@@ -38,7 +38,7 @@ def loaded(recipe: Recipe) -> Loaded:
         ("serve", "command"): Origin(str(FILE), 12, 12),
         ("build", "cmake", "GIT_EXE"): Origin(str(FILE), 8, 14),
     }
-    return Loaded(recipe, FILE, (FILE,), places)
+    return Loaded(recipe, FILE, (FILE,), places, ())
 
 
 def lock() -> Lock:

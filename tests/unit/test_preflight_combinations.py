@@ -149,7 +149,7 @@ def test_the_toolkit_that_was_found_counts_not_only_the_one_asked_for(tmp_path: 
 @pytest.mark.parametrize(
     ("cuda", "key", "words"),
     [
-        ('{version: "13"}', "version", "is no toolkit version"),
+        ('{version: "13"}', "version", "is not a toolkit version"),
         ('{version: "13.0", provide: pypi, path: /opt/cuda}', "path", "leave it out with provide"),
     ],
 )

@@ -56,15 +56,15 @@ def vllm(container: dict[str, str], files: str, **more: Any) -> Recipe:
     )
 
 
-@pytest.mark.parametrize("name", [*GLM, "smollm2-cuda", "smollm2-cpu"])
-def test_shipped_recipes_are_free_of_contradictions(name: str) -> None:
-    loaded = load(RECIPES / f"{name}.yaml")
-    require(loaded)
-    checks = judge(loaded.recipe, situation_of(loaded.recipe), name)
-    assert not [c for c in checks if c.verdict is Verdict.FAILED]
+def test_rules_accept_shipped_recipes() -> None:
+    for name in (*GLM, "smollm2-cuda", "smollm2-cpu"):
+        loaded = load(RECIPES / f"{name}.yaml")
+        require(loaded)
+        checks = judge(loaded.recipe, situation_of(loaded.recipe, loaded.command), name)
+        assert not [c for c in checks if c.verdict is Verdict.FAILED]
 
 
-def test_the_glm_recipes_hold_their_pins_and_flags() -> None:
+def test_glm_recipes_keep_their_pins_and_flags() -> None:
     text = load(RECIPES / "glm-text.yaml").recipe
     vision = load(RECIPES / "glm-vision.yaml").recipe
     assert text.source is not None
@@ -94,19 +94,15 @@ def speculating(mode: str, *, written: bool = False, **more: Any) -> Recipe:
     return recipe(serve=serve, weights=weights, **more)
 
 
-@pytest.mark.parametrize("written", [False, True])
-@pytest.mark.parametrize(
-    ("mode", "refused"),
-    [
-        ("draft-mtp", True), ("draft-eagle3", True), ("draft-dflash", True), ("draft-dspark", True),
-        ("ngram-mod,draft-mtp", True), ("ngram-simple", False), ("draft-simple", False),
-    ],
-)  # fmt: skip
-def test_projector_with_a_draft_cache(mode: str, refused: bool, written: bool) -> None:
-    found = rule_conflicts(speculating(mode, written=written))
-    assert bool(found) == refused
-    if refused:
-        assert "HTTP 500" in found[0].message
+def test_projector_with_a_draft_cache_is_refused() -> None:
+    modes = {
+        "draft-mtp": True, "draft-eagle3": True, "draft-dflash": True, "draft-dspark": True,
+        "ngram-mod,draft-mtp": True, "ngram-simple": False, "draft-simple": False,
+    }  # fmt: skip
+    for written in (False, True):
+        found = {mode: rule_conflicts(speculating(mode, written=written)) for mode in modes}
+        assert {mode: bool(conflicts) for mode, conflicts in found.items()} == modes
+        assert all("HTTP 500" in c[0].message for c in found.values() if c)
 
 
 def test_projector_rule_is_lifted_only_by_a_patch_in_an_experimental_recipe() -> None:
@@ -124,7 +120,7 @@ def test_projector_rule_is_lifted_only_by_a_patch_in_an_experimental_recipe() ->
         assert f"lifts: [{PROJECTOR_RULE}{mode.rpartition(',')[2]}]" in found.hint
 
 
-def test_the_place_of_a_contradiction_is_named(tmp_path: Path) -> None:
+def test_rules_name_the_place_of_a_contradiction(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(
         f"include: {RECIPES / 'glm-vision.yaml'}\nname: r\nserve: {{speculation: draft-mtp}}\n"
@@ -135,27 +131,23 @@ def test_the_place_of_a_contradiction_is_named(tmp_path: Path) -> None:
     assert error.value.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("serve", "said"),
-    [
+def test_rules_refuse_an_open_address_without_key(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    rows: list[tuple[str, str | None]] = [
         ("host: 0.0.0.0", "serve.host: 0.0.0.0 can be reached from other machines"),
         ("host: '::'", "serve.host: :: can be reached from other machines"),
-        ("host: example.org", "serve.host: 'example.org' is no IP address"),
+        ("host: example.org", "serve.host: 'example.org' is not an IP address"),
         ("host: 0.0.0.0, api_key: {env: KEY}", None),
         ("host: '::1'", None),
-    ],
-)
-def test_an_address_that_serve_would_refuse_is_named_by_check(
-    tmp_path: Path, serve: str, said: str | None
-) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(f"include: {RECIPES / 'smollm2-cpu.yaml'}\nname: r\nserve: {{{serve}}}\n")
-    found = [str(fault).removeprefix(f"{path}:3:") for fault in faults(load(path))]
-    assert len(found) == (said is not None)
-    assert all(said and said in line and line[0].isdigit() for line in found)
+    ]
+    for serve, said in rows:
+        path.write_text(f"include: {RECIPES / 'smollm2-cpu.yaml'}\nname: r\nserve: {{{serve}}}\n")
+        found = [str(fault).removeprefix(f"{path}:3:") for fault in faults(load(path))]
+        assert len(found) == (said is not None), serve
+        assert all(said and said in line and line[0].isdigit() for line in found), found
 
 
-def test_what_plan_and_build_would_refuse_is_named_by_check_at_its_place(tmp_path: Path) -> None:
+def test_rules_name_what_plan_and_build_refuse(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(
         f"include: {RECIPES / 'smollm2-cpu.yaml'}\nname: r\nbuild:\n  cmake:\n"
@@ -174,7 +166,7 @@ def test_what_plan_and_build_would_refuse_is_named_by_check_at_its_place(tmp_pat
     ]
 
 
-def test_toolkit_contradictions_are_named_at_their_place(tmp_path: Path) -> None:
+def test_rules_name_the_place_of_toolkit_conflicts(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(
         f"include: {RECIPES / 'glm-text.yaml'}\nname: r\nbuild:\n  cmake:\n"
@@ -195,24 +187,20 @@ def ids(found: tuple[Any, ...]) -> dict[str, bool]:
     return {m.row.id: m.certain for m in found}
 
 
-@pytest.mark.parametrize(
-    ("file", "bad"),
-    [
-        ("m-IQ3_S.gguf", True), ("m-IQ2_XXS.gguf", True),
-        ("GLM-UD-Q2_K_XL-00001-of-4.gguf", True),
-        ("m-Q4_K_M.gguf", False), ("m-Q8_0.gguf", False),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("version", ["13.2", "13.2.86"])
-def test_13_2_with_small_quants_is_refused(file: str, bad: bool, version: str) -> None:
-    made = cuda(version, weights={"model": {"path": file}})
-    found = judge(made, situation_of(made, capabilities=["9.0"]), "r.yaml")
-    assert [c.verdict for c in found] == ([Verdict.FAILED] if bad else [])
-    good = cuda("13.0", weights={"model": {"path": file}})
-    assert judge(good, situation_of(good, capabilities=["9.0"]), "r.yaml") == ()
+def test_known_bad_cuda_13_2_with_small_quants() -> None:
+    files = {
+        "m-IQ3_S.gguf": True, "m-IQ2_XXS.gguf": True, "GLM-UD-Q2_K_XL-00001-of-4.gguf": True,
+        "m-Q4_K_M.gguf": False, "m-Q8_0.gguf": False,
+    }  # fmt: skip
+    for file, bad in files.items():
+        for version in ("13.2", "13.2.86", "13.0"):
+            made = cuda(version, weights={"model": {"path": file}})
+            found = judge(made, situation_of(made, capabilities=["9.0"]), "r.yaml")
+            refused = bad and version != "13.0"
+            assert [c.verdict for c in found] == [Verdict.FAILED] * refused, (file, version)
 
 
-def test_13_2_with_unknown_quants_warns_and_tensor_types_settle_it() -> None:
+def test_known_bad_warns_until_tensor_types_are_known() -> None:
     made = cuda("13.2", weights={"model": {"path": "model.gguf"}})
     found = judge(made, situation_of(made, capabilities=["9.0"]), "r.yaml")
     assert [c.verdict for c in found] == [Verdict.UNKNOWN]
@@ -223,33 +211,31 @@ def test_13_2_with_unknown_quants_warns_and_tensor_types_settle_it() -> None:
     assert judge(made, fine, "r.yaml") == ()
 
 
-def test_12_x_on_gb10_is_refused_and_elsewhere_not() -> None:
+def test_known_bad_cuda_12_on_gb10() -> None:
     made = cuda("12.8", weights={"model": {"path": "m-Q8_0.gguf"}})
     assert ids(matches(situation_of(made, capabilities=["12.1"]))) == {"cuda-12-gb10": True}
     assert ids(matches(situation_of(made, capabilities=["9.0"]))) == {}
     assert ids(matches(situation_of(made))) == {"cuda-12-gb10": False}
 
 
-def test_a_cpu_build_has_no_toolkit_to_be_wrong() -> None:
+def test_known_bad_toolkit_does_not_apply_to_cpu() -> None:
     assert matches(situation_of(recipe(), capabilities=["12.1"])) == ()
 
 
-@pytest.mark.parametrize(
-    ("env", "files", "expected"),
-    [
+def test_known_bad_vllm_on_gb10() -> None:
+    rows: list[tuple[dict[str, str], str, set[str]]] = [
         ({"VLLM_USE_DEEP_GEMM": "0"}, "FP8.safetensors", {"vllm-no-deep-gemm-gb10"}),
         ({"VLLM_USE_DEEP_GEMM": "1"}, "m-Q8_0", set()),
         ({}, "model-MXFP4.safetensors", {"vllm-mxfp4-gb10"}),
         ({"VLLM_MXFP4_BACKEND": "marlin"}, "model-MXFP4.safetensors", set()),
         ({}, "model-NVFP4.safetensors", {"vllm-nvfp4-moe-gb10"}),
-    ],
-)
-def test_vllm_on_gb10(env: dict[str, str], files: str, expected: set[str]) -> None:
-    found = matches(situation_of(vllm(env, files)))
-    assert {m.row.id for m in found if m.certain} == expected
+    ]
+    for env, files, expected in rows:
+        found = matches(situation_of(vllm(env, files)))
+        assert {m.row.id for m in found if m.certain} == expected
 
 
-def test_acknowledging_passes_with_the_reason_and_a_wrong_id_is_refused() -> None:
+def test_known_bad_acknowledged() -> None:
     made = cuda("13.2", acknowledge={"cuda-13.2-iq": "measuring how wrong it is"})
     found = judge(made, situation_of(made, capabilities=["9.0"]), "r.yaml")
     assert found[0].passed
@@ -258,19 +244,16 @@ def test_acknowledging_passes_with_the_reason_and_a_wrong_id_is_refused() -> Non
     assert [c.keys for c in wrong] == [("acknowledge", "cuda-99")]
 
 
-@pytest.mark.parametrize(
-    ("version", "spec", "holds"),
-    [
+def test_known_bad_version_conditions() -> None:
+    rows = [
         ("13.2.86", "13.2", True), ("13.20.1", "13.2", False), ("12.8.93", "<13", True),
         ("13.0.88", "<13", False), ("13.0.88", "<=13.0", True), ("12.9.1", ">=12.9", True),
         ("12.8.93", ">=12.9", False), ("13.0.88", ">13.0", False),
-    ],
-)  # fmt: skip
-def test_version_conditions(version: str, spec: str, holds: bool) -> None:
-    assert meets(version, spec) == holds
+    ]  # fmt: skip
+    assert [meets(version, spec) for version, spec, _ in rows] == [holds for _, _, holds in rows]
 
 
-def test_every_row_is_reached_by_some_situation_and_the_form_is_strict() -> None:
+def test_known_bad_rows_are_strict_and_all_reachable() -> None:
     every = Situation(
         engine_version="0.32", compute_capability=frozenset({"12.1"}),
         quantisation=frozenset({"IQ3_S", "MXFP4", "NVFP4", "FP8"}),
@@ -300,7 +283,7 @@ def test_every_row_is_reached_by_some_situation_and_the_form_is_strict() -> None
         Row.model_validate({**rows()[0].to_data(), "when": {"toolkit": ["newest"]}})
 
 
-def test_quantisations_in_names() -> None:
+def test_known_bad_reads_quantisations_in_names() -> None:
     assert quantisations(["UD-Q2_K_XL/*.gguf"]) == frozenset({"UD-Q2_K_XL"})
     names = ["SmolLM2-135M-Instruct.Q4_1.gguf", "org/x-NVFP4"]
     assert quantisations(names) == frozenset({"Q4_1", "NVFP4"})

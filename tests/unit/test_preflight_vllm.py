@@ -16,7 +16,9 @@ from bakehouse.engines.vllm import flags
 from bakehouse.preflight import vllm
 from bakehouse.preflight.combinations import types_in
 from bakehouse.preflight.known_bad import judge, situation_of
+from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.load import load, names
+from bakehouse.recipe.template import render, trial_variables
 from tests.support.vllm_commands import vllm_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -122,7 +124,8 @@ def test_bad_flag_is_found_in_any_spelling() -> None:
     ):  # fmt: skip
         command = f"vllm serve /weights/model {written}"
         made = vllm_recipe(serve={"command": command, "vars": {"impl": "transformers"}})
-        ids = [one.id for one in judge(made, situation_of(made), "r.yaml")]
+        argv = render(made.serve.command, trial_variables(made), origin=Origin("r.yaml"))
+        ids = [one.id for one in judge(made, situation_of(made, argv), "r.yaml")]
         assert ids == ["known-bad.vllm-transformers-impl"], written
 
 

@@ -39,7 +39,7 @@ def failed(checks: Sequence[Check]) -> dict[str, str]:
     return {c.id: c.observed for c in checks if c.verdict == "failed"}
 
 
-def test_a_sound_model_passes(tmp_path: Path) -> None:
+def test_weights_sound_model_passes(tmp_path: Path) -> None:
     seen = inspect({"model": [model(tmp_path)]}, architectures=KNOWN)
     assert all(c.passed for c in seen.checks)
     assert [c.id for c in seen.checks] == [
@@ -49,11 +49,11 @@ def test_a_sound_model_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-def test_the_real_model_passes(smollm2: Path) -> None:
+def test_weights_real_model_passes(smollm2: Path) -> None:
     assert all(c.passed for c in inspect({"model": [smollm2]}, architectures=KNOWN).checks)
 
 
-def test_b05_a_projector_of_another_size(tmp_path: Path) -> None:
+def test_weights_b05_a_projector_of_another_size(tmp_path: Path) -> None:
     files = {
         "model": [model(tmp_path, llama__embedding_length=2560)],
         "projector": [
@@ -63,7 +63,7 @@ def test_b05_a_projector_of_another_size(tmp_path: Path) -> None:
     assert "2048" in failed(inspect(files).checks)["projector-matches"]
 
 
-def test_b05_a_projector_of_the_right_size(tmp_path: Path) -> None:
+def test_weights_b05_a_projector_of_the_right_size(tmp_path: Path) -> None:
     files = {
         "model": [model(tmp_path)],
         "projector": [
@@ -73,75 +73,73 @@ def test_b05_a_projector_of_the_right_size(tmp_path: Path) -> None:
     assert not failed(inspect(files).checks)
 
 
-def test_a_projector_that_says_nothing_is_unknown(tmp_path: Path) -> None:
+def test_weights_projector_that_says_nothing_is_unknown(tmp_path: Path) -> None:
     files = {"model": [model(tmp_path)], "projector": [projector(tmp_path, {}, f32("v.x", 3))]}
     (found,) = (c for c in inspect(files).checks if c.id == "projector-matches")
     assert found.verdict == "unknown"
 
 
-def test_a_model_in_the_place_of_a_projector_and_the_other_way_round(tmp_path: Path) -> None:
+def test_weights_model_in_the_place_of_a_projector_and_the_other_way_round(tmp_path: Path) -> None:
     files = {"model": [model(tmp_path)], "projector": [model(tmp_path, "p.gguf")]}
-    assert "no projector" in failed(inspect(files).checks)["projector-matches"]
+    assert "not a projector" in failed(inspect(files).checks)["projector-matches"]
     swapped = {"model": [projector(tmp_path, {}, f32("v.x", 3))]}
     assert "weights.projector" in failed(inspect(swapped, chat=False).checks)["model-architecture"]
 
 
-def test_b08_splits_merged_by_cat(tmp_path: Path) -> None:
+def test_weights_b08_splits_merged_by_cat(tmp_path: Path) -> None:
     split = {"split.count": 3, "split.no": 0, "split.tensors.count": 1}
     data = gguf_bytes({**llama_metadata(), **split}, [f32("a", 64)])
     path = write(tmp_path / "model.gguf", data + bytes(70_000))
     assert "cat" in failed(inspect({"model": [path]}).checks)["model-files"]
 
 
-@pytest.mark.parametrize(
-    ("data", "word"),
-    [
+def test_weights_b09_other_files_are_named(tmp_path: Path) -> None:
+    rows = [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git-lfs"),
         (b"<!doctype html>", "HTML"),
         (b"<html>", "HTML"),
         (b"Entry not found", "HTTP error"),
         (b"Invalid credentials", "HTTP error"),
-    ],
-)
-def test_b09_what_is_no_model_is_named(tmp_path: Path, data: bytes, word: str) -> None:
-    path = write(tmp_path / "m.gguf", data)
-    assert word in failed(inspect({"model": [path]}).checks)["model-files"]
+    ]
+    for data, word in rows:
+        path = write(tmp_path / "m.gguf", data)
+        assert word in failed(inspect({"model": [path]}).checks)["model-files"]
 
 
-def test_b11_a_truncated_model(tmp_path: Path) -> None:
+def test_weights_b11_a_truncated_model(tmp_path: Path) -> None:
     path = model(tmp_path)
     write(path, path.read_bytes()[:-64])
     assert "truncated: the tensor 'a'" in failed(inspect({"model": [path]}).checks)["model-files"]
 
 
-def test_b17_an_architecture_newer_than_the_pin(tmp_path: Path) -> None:
+def test_weights_b17_an_architecture_newer_than_the_pin(tmp_path: Path) -> None:
     path = model(tmp_path, general__architecture="llama4")
     found = failed(inspect({"model": [path]}, architectures=KNOWN).checks)
     assert "newer pin or a patch" in found["model-architecture"]
 
 
-def test_b17_without_the_source_nothing_is_claimed(tmp_path: Path) -> None:
+def test_weights_b17_without_the_source_nothing_is_claimed(tmp_path: Path) -> None:
     (found,) = (
         c for c in inspect({"model": [model(tmp_path)]}).checks if c.id == "model-architecture"
     )
     assert found.verdict == "unknown"
 
 
-@pytest.mark.parametrize("name", [None, ""])
-def test_b18_no_architecture(tmp_path: Path, name: str | None) -> None:
-    path = model(tmp_path, general__architecture=name)
-    found = failed(inspect({"model": [path]}, architectures=KNOWN).checks)
-    assert "no general.architecture" in found["model-architecture"]
+def test_weights_b18_no_architecture(tmp_path: Path) -> None:
+    for name in (None, ""):
+        path = model(tmp_path, general__architecture=name)
+        found = failed(inspect({"model": [path]}, architectures=KNOWN).checks)
+        assert "no general.architecture" in found["model-architecture"]
 
 
-def test_b32_no_pre_tokenizer(tmp_path: Path) -> None:
+def test_weights_b32_no_pre_tokenizer(tmp_path: Path) -> None:
     path = model(tmp_path, tokenizer__ggml__pre=None)
     assert "old converter" in failed(inspect({"model": [path]}).checks)["model-pre-tokenizer"]
     unigram = model(tmp_path, tokenizer__ggml__pre=None, tokenizer__ggml__model="llama")
     assert not failed(inspect({"model": [unigram]}).checks)
 
 
-def test_no_chat_template_matters_only_for_chat(tmp_path: Path) -> None:
+def test_weights_chat_template_matters_only_for_chat(tmp_path: Path) -> None:
     files = {"model": [model(tmp_path, tokenizer__chat_template=None)]}
     assert "model-chat-template" in failed(inspect(files).checks)
     assert not failed(inspect(files, chat=False).checks)
@@ -149,7 +147,7 @@ def test_no_chat_template_matters_only_for_chat(tmp_path: Path) -> None:
     assert not failed(inspect(files, argv=["--chat-template-file=x.jinja"]).checks)
 
 
-def test_c28_a_tensor_in_two_shards(tmp_path: Path) -> None:
+def test_weights_c28_a_tensor_in_two_shards(tmp_path: Path) -> None:
     key = "model.layers.0.mlp.experts.0.down_proj.qweight"
     paths = [
         write(tmp_path / f"s-{i}.safetensors", safetensors_bytes({key: ("U8", [1], b"x")}))
@@ -173,26 +171,28 @@ static const std::map<llm_kv, const char *> LLM_KV_NAMES = {
 """
 
 
-def test_the_architectures_of_a_source() -> None:
+def test_weights_architectures_of_a_source() -> None:
     assert architectures_in(TABLE) == {"clip", "llama", "glm5-next"}
     assert architectures_in("int main() {}") == frozenset()
 
 
-@pytest.mark.parametrize(
-    ("files", "argv", "verdict"),
-    [
-        ({"tokenizer_config.json": '{"chat_template": "x"}'}, (), "passed"),
-        ({"tokenizer_config.json": "{}"}, (), "failed"),
-        ({"tokenizer_config.json": "{}", "chat_template.jinja": "x"}, (), "passed"),
-        ({"tokenizer_config.json": "{}"}, ("--chat-template", "/weights/model/x"), "passed"),
-        ({"tokenizer_config.json": "{"}, (), "unknown"),
-        ({"tokenizer_config.json": "[]"}, (), "unknown"),
-        ({"tekken.json": "{}"}, (), "unknown"),
-    ],
-)
-def test_a_checkpoint_without_a_chat_template(
-    tmp_path: Path, files: dict[str, str], argv: tuple[str, ...], verdict: str
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert template_check([tmp_path / name for name in files], argv).verdict == verdict
+TEMPLATES: list[tuple[dict[str, str], tuple[str, ...], str]] = [
+    ({"tokenizer_config.json": '{"chat_template": "x"}'}, (), "passed"),
+    ({"tokenizer_config.json": "{}"}, (), "failed"),
+    ({"tokenizer_config.json": "{}", "chat_template.jinja": "x"}, (), "passed"),
+    ({"tokenizer_config.json": "{}"}, ("--chat-template", "/weights/model/x"), "passed"),
+    ({"tokenizer_config.json": "{"}, (), "unknown"),
+    ({"tokenizer_config.json": "[]"}, (), "unknown"),
+    ({"tekken.json": "{}"}, (), "unknown"),
+]
+
+
+def test_weights_chat_template_of_a_checkpoint(tmp_path: Path) -> None:
+    found = []
+    for number, (files, argv, _) in enumerate(TEMPLATES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        found.append(template_check([folder / name for name in files], argv).verdict)
+    assert found == [verdict for _, _, verdict in TEMPLATES]

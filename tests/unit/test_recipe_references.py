@@ -34,78 +34,78 @@ GOOD = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("text", GOOD)
-def test_what_the_grammar_has_is_taken(text: str, tmp_path: Path) -> None:
-    assert reference(text) == text
-    assert re.fullmatch(references.PATTERN, text)
-    made = loaded(tmp_path, RECIPE.replace("REF", f"'{text}'"))
-    assert made.recipe.images == {"image": {"x86_64": text}}
+def test_reference_accepts_the_grammar(tmp_path: Path) -> None:
+    for text in GOOD:
+        assert reference(text) == text
+        assert re.fullmatch(references.PATTERN, text), text
+        made = loaded(tmp_path, RECIPE.replace("REF", f"'{text}'"))
+        assert made.recipe.images == {"image": {"x86_64": text}}
 
 
 BAD = [
     ("UPPER/x:1", "upper-case letters in the repository 'UPPER/x'", "write upper/x:1"),
     ("h:99999/x:1", "the port '99999'", ""),
     ("h:0/x:1", "the port '0'", ""),
-    ("h:/x:1", "no port behind the colon", ""),
+    ("h:/x:1", "the port ''", ""),
     ("host:abc/x:1", "the port 'abc'", ""),
-    (":5000/x:1", "no registry before its port", ""),
-    ("a_b.c/x:1", "the registry 'a_b.c', which is no host name", ""),
-    ("-a.b/x:1", "the registry '-a.b', which is no host name", ""),
-    ("[::g]:1/x", "no IPv6 address in brackets", ""),
-    ("a/b:", "nothing behind the colon, where the tag stands", "write a/b:TAG"),
-    ("a/b:-t", "a tag that begins with '-'", ""),
-    ("a/b:v1/x", "'/' in the tag 'v1/x'", ""),
-    ("a/b:1:2", "':' in the tag '1:2'", ""),
-    (f"a/b:{'t' * 129}", "a tag of 129 characters; 128 are allowed", ""),
-    ("a/b@sha256:abc", "a digest of 3 hex digits", ""),
-    (f"a/b@sha256:{HEX}0", "a digest of 65 hex digits", ""),
-    (f"a/b@sha256:{HEX.upper()}", "upper-case letters in what stands", f"write a/b@sha256:{HEX}"),
-    (f"a/b@sha256:{'g' * 64}", "not of hex digits", ""),
-    (f"a/b@sha512:{HEX}{HEX}", "is sha256: and 64 hex digits", ""),
-    (f"a/b@{HEX}", "is sha256: and 64 hex digits", ""),
-    ("a/b@", "'' for a digest", ""),
-    ("user@ghcr.io/a:1", "'ghcr.io/a:1' for a digest", ""),
-    ("sha256:abc", "3 hex digits: a local image's id has 64", ""),
-    (HEX, "is an image's id and no name", f"write sha256:{HEX}"),
-    ("a b:1", "holds a space", ""),
-    (" a:1", "holds a space", "write a:1"),
-    ("a\tb", "holds a tab", ""),
-    ("a/b:1\nc", "holds a line break", ""),
+    (":5000/x:1", "the registry ''", ""),
+    ("a_b.c/x:1", "the registry 'a_b.c', which is not a host name", ""),
+    ("-a.b/x:1", "the registry '-a.b', which is not a host name", ""),
+    ("[::g]:1/x", "not an IPv6 address in brackets", ""),
+    ("a/b:", "an invalid tag ''", "write a/b:TAG"),
+    ("a/b:-t", "an invalid tag '-t'", ""),
+    ("a/b:v1/x", "an invalid tag 'v1/x'", ""),
+    ("a/b:1:2", "an invalid tag '1:2'", ""),
+    (f"a/b:{'t' * 129}", "an invalid tag 'ttt", ""),
+    ("a/b@sha256:abc", "with 3 characters after the colon", ""),
+    (f"a/b@sha256:{HEX}0", "with 65 characters after the colon", ""),
+    (f"a/b@sha256:{HEX.upper()}", "64 lower-case hex digits", f"write a/b@sha256:{HEX}"),
+    (f"a/b@sha256:{'g' * 64}", "64 lower-case hex digits", ""),
+    (f"a/b@sha512:{HEX}{HEX}", "it is sha256: and 64 lower-case hex digits", ""),
+    (f"a/b@{HEX}", "it is sha256: and 64 lower-case hex digits", ""),
+    ("a/b@", "the digest ''", ""),
+    ("user@ghcr.io/a:1", "the digest 'ghcr.io/a:1'", ""),
+    ("sha256:abc", "with 3 characters after the colon", ""),
+    (HEX, "is an image's id, not a name", f"write sha256:{HEX}"),
+    ("a b:1", "contains a space", ""),
+    (" a:1", "contains a space", "write a:1"),
+    ("a\tb", "contains a tab", ""),
+    ("a/b:1\nc", "contains a line break", ""),
     ("a/b\x1b[31m", "no reference has", ""),
     ("а/b:1", "no reference has", ""),
-    ("https://ghcr.io/x/y:1", "begins with 'https://': a reference is no URL",
+    ("https://ghcr.io/x/y:1", "begins with 'https://': a reference is not a URL",
      "write ghcr.io/x/y:1"),
     ("docker://x:1", "begins with 'docker://'", "write x:1"),
     ("docker:///x:1", "begins with 'docker:///'", "write x:1"),
-    ("/a/b:1", "a '/' too many", "write a/b:1"),
-    ("a//b", "a '/' too many", "write a/b"),
+    ("/a/b:1", "an invalid repository", "write a/b:1"),
+    ("a//b", "an invalid repository", "write a/b"),
     ("ghcr.io/", "names no repository", ""),
     (":1", "names no repository", ""),
-    ("a/../b:1", "a '.', '_' or '-' in the wrong place", ""),
-    ("a/-b", "a '.', '_' or '-' in the wrong place", ""),
-    ("a___b", "a '.', '_' or '-' in the wrong place", ""),
-    ("a/$TAG", "'$' in the repository", ""),
-    ("a/{{ x }}", "'{', '}' in the repository", ""),
+    ("a/../b:1", "an invalid repository", ""),
+    ("a/-b", "an invalid repository", ""),
+    ("a___b", "an invalid repository", ""),
+    ("a/$TAG", "upper-case letters in the repository", ""),
+    ("a/{{ x }}", "an invalid repository", ""),
     (f"a/{'b' * 256}", "more than 255 characters", ""),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "said", "hint"), BAD, ids=[ascii(b[0])[:40] for b in BAD])
-def test_what_breaks_it_is_one_fault_at_its_place(
-    text: str, said: str, hint: str, tmp_path: Path
-) -> None:
-    written = text.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n")
-    quoted = f'"{written}"'.replace("\x1b", "\\e")
-    (one,) = lines(faults(tmp_path, RECIPE.replace("REF", quoted)), tmp_path)
-    assert one.startswith("r.yaml:5:17: image.ref.x86_64: '"), one
-    assert said in one, one
-    assert f"({hint or references.FORMS})" in one, one
+def test_reference_fault_is_reported_once_at_its_place(tmp_path: Path) -> None:
+    wrong = []
+    for text, said, hint in BAD:
+        written = text.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n")
+        quoted = f'"{written}"'.replace("\x1b", "\\e")
+        (one,) = lines(faults(tmp_path, RECIPE.replace("REF", quoted)), tmp_path)
+        at = one.startswith("r.yaml:5:17: image.ref.x86_64: '")
+        if not at or said not in one or f"({hint or references.FORMS})" not in one:
+            wrong.append((text, said, one))
+    assert not wrong
 
 
-def test_each_mistake_of_a_reference_is_named() -> None:
+def test_reference_faults_are_reported_together() -> None:
     with pytest.raises(BadReference) as caught:
         reference("https://GHCR.io/Some//x:")
-    for said in ("no URL", "upper-case", "'/' too many", "behind the colon"):
+    for said in ("not a URL", "upper-case", "invalid tag"):
         assert said in str(caught.value)
     assert caught.value.hint == "write GHCR.io/some/x:TAG"
 
@@ -118,9 +118,7 @@ def test_each_mistake_of_a_reference_is_named() -> None:
          "build: {where: docker, bases: {builder: {x86_64: 'a b'}, runtime: {x86_64: 'a:'}}}\n"),
     ],
 )  # fmt: skip
-def test_a_map_whose_values_are_wrong_is_not_said_to_be_empty(
-    key: str, text: str, tmp_path: Path
-) -> None:
+def test_reference_faults_do_not_make_a_map_empty(key: str, text: str, tmp_path: Path) -> None:
     engine = "vllm" if key == "image" else "llama.cpp"
     source = "" if key == "image" else (
         "source: {git: 'https://h/x', commit: 8a8d0bcc4d5fdf024c457526245bec4bc3a12adc}\n"
@@ -128,19 +126,19 @@ def test_a_map_whose_values_are_wrong_is_not_said_to_be_empty(
     recipe = RECIPE.replace("image:\n  ref: {x86_64: REF}\n", text + source)
     found = faults(tmp_path, recipe.replace("engine: vllm", f"engine: {engine}"))
     assert len(found) == 2, found
-    assert not any("nothing in it" in str(one) for one in found)
+    assert not any("too few" in str(one) for one in found)
 
 
-def test_an_empty_map_still_is(tmp_path: Path) -> None:
+def test_reference_map_must_not_be_empty(tmp_path: Path) -> None:
     (one,) = faults(tmp_path, RECIPE.replace("{x86_64: REF}", "{}"))
-    assert "a map with nothing in it" in str(one)
+    assert "a map with too few items" in str(one)
 
 
 TEXTS = st.text(alphabet="aA0/:@._-[] \n$", max_size=24) | st.text(max_size=12)
 
 
 @given(TEXTS)
-def test_rule_and_pattern_agree_and_what_is_taken_can_be_taken_apart(text: str) -> None:
+def test_reference_rule_and_pattern_agree(text: str) -> None:
     fits = re.fullmatch(references.PATTERN, text) is not None
     right = not list(references.faults(text))
     if right:
@@ -150,4 +148,4 @@ def test_rule_and_pattern_agree_and_what_is_taken_can_be_taken_apart(text: str) 
         assert re.fullmatch("[a-z0-9._/-]+", at.repository)
     elif fits:  # what a pattern for an editor does not see
         said = " ".join(references.faults(text))
-        assert "port" in said or "IPv6" in said or "255" in said or "hex digits" in said
+        assert "port" in said or "IPv6" in said or "255" in said or "image's id" in said

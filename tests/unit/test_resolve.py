@@ -45,7 +45,7 @@ ARCHIVE_PIN = {
 }  # fmt: skip
 
 
-def test_agreement() -> None:
+def test_drift_none() -> None:
     one = recipe(**BASE)
     assert drift(one, lock(one)) == ()
     two = recipe(**BASE | {"source": {"archive": ARCHIVE}})
@@ -54,7 +54,7 @@ def test_agreement() -> None:
     assert drift(short, lock(short)) == ()
 
 
-def test_what_is_not_locked_may_change() -> None:
+def test_drift_ignores_unlocked_keys() -> None:
     one = recipe(**BASE)
     other = recipe(
         **BASE, description="x", probe={"facts": {"must_pass": 1}}, build={"jobs": 2},
@@ -63,9 +63,7 @@ def test_what_is_not_locked_may_change() -> None:
     assert drift(other, lock(one)) == ()
 
 
-@pytest.mark.parametrize(
-    ("change", "reason", "where"),
-    [
+DRIFT: list[tuple[dict[str, Any], str, str]] = [
         ({"source": {**GIT, "git": "https://example.org/y.git"}}, "source-changed", "source.git"),
         ({"source": {**GIT, "commit": C2}}, "commit-changed", "source.commit"),
         ({"source": {**GIT, "commit": C2[:8]}}, "commit-changed", "source.commit"),
@@ -100,45 +98,43 @@ def test_what_is_not_locked_may_change() -> None:
             {"weights": {"model": {"hub": "o/m", "files": "m.*"}}},
             "recipe-changed", "the digest of what is resolved",
         ),
-    ],
-)  # fmt: skip
-def test_drift_has_a_named_reason(change: dict[str, Any], reason: str, where: str) -> None:
-    found = drift(recipe(**BASE | change), lock(recipe(**BASE)))
-    assert [(d.reason, d.where) for d in found] == [(reason, where)]
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("pypi", "some-engine==2.0"), ("sha256", SHA2), ("folder", "other"), ("number", 8)],
-)
-def test_drift_of_an_archive(key: str, value: Any) -> None:
+def test_drift_names_its_reason() -> None:
+    locked = lock(recipe(**BASE))
+    found = [[(d.reason, d.where) for d in drift(recipe(**BASE | c), locked)] for c, _, _ in DRIFT]
+    assert found == [[(reason, where)] for _, reason, where in DRIFT]
+
+
+def test_drift_of_an_archive() -> None:
     one = recipe(**BASE | {"source": {"archive": ARCHIVE}})
-    other = recipe(**BASE | {"source": {"archive": {**ARCHIVE, key: value}}})
-    (found,) = drift(other, lock(one, source=ARCHIVE_PIN))
-    assert found.reason == "archive-changed"
-    assert found.now == str(value).replace("some", "pypi:some")
+    changed = {"pypi": "some-engine==2.0", "sha256": SHA2, "folder": "other", "number": 8}
+    for key, value in changed.items():
+        other = recipe(**BASE | {"source": {"archive": {**ARCHIVE, key: value}}})
+        (found,) = drift(other, lock(one, source=ARCHIVE_PIN))
+        assert found.reason == "archive-changed"
+        assert found.now == str(value).replace("some", "pypi:some")
 
 
-@pytest.mark.parametrize(
-    "now",
-    [
-        [{"file": "b.patch"}, {"file": "a.patch"}],
-        [{"file": "a.patch"}],
-        [{"file": "a.patch", "sha256": SHA2}, {"file": "b.patch"}],
-        [],
-    ],
-)
-def test_drift_of_patches(now: list[dict[str, str]]) -> None:
+def test_drift_of_patches() -> None:
     then = [{"file": "a.patch"}, {"file": "b.patch"}]
     one = recipe(**BASE | {"source": {**GIT, "patches": then}})
     pins = [{"id": "p", "file": {**FILE, "path": patch["file"]}} for patch in then]
     locked = lock(one, patches=pins)
     assert drift(one, locked) == ()
-    (found,) = drift(recipe(**BASE | {"source": {**GIT, "patches": now}}), locked)
-    assert found.reason == "patch-changed"
+    others: list[list[dict[str, str]]] = [
+        [{"file": "b.patch"}, {"file": "a.patch"}],
+        [{"file": "a.patch"}],
+        [{"file": "a.patch", "sha256": SHA2}, {"file": "b.patch"}],
+        [],
+    ]
+    for now in others:
+        (found,) = drift(recipe(**BASE | {"source": {**GIT, "patches": now}}), locked)
+        assert found.reason == "patch-changed"
 
 
-def test_every_difference_is_found_at_once() -> None:
+def test_drift_reports_all_differences() -> None:
     other = recipe(
         source={**GIT, "commit": C2, "ref": "dev"}, weights={"model": {"path": "m.gguf"}}
     )
@@ -146,15 +142,15 @@ def test_every_difference_is_found_at_once() -> None:
     assert found == {"commit-changed", "ref-changed", "weights-changed"}
 
 
-def test_an_override_that_changes_what_is_locked_is_drift(tmp_path: Path) -> None:
+def test_drift_of_an_override(tmp_path: Path) -> None:
     loaded = make_loaded(tmp_path, **BASE)
     locked = lock(loaded.recipe)
-    over = load(loaded.path, (f"source.commit={C2}",))
+    over = load(loaded.path, (f"source.commit='{C2}'",))
     assert [d.reason for d in drift(over.recipe, locked)] == ["commit-changed"]
     assert drift(load(loaded.path, ("serve.context=99",)).recipe, locked) == ()
 
 
-def test_a_lock_is_written_and_read_the_same(tmp_path: Path) -> None:
+def test_lock_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "x.lock.json"
     assert read_lock(path) is None
     locked = lock(recipe(**BASE))
@@ -167,30 +163,30 @@ def test_a_lock_is_written_and_read_the_same(tmp_path: Path) -> None:
 GOOD = to_json(lock(recipe(**BASE)))
 
 
-@pytest.mark.parametrize(
-    ("text", "id_", "why"),
-    [
-        ("", "lock-damaged", "not JSON"),
-        (GOOD[:-20], "lock-damaged", "not JSON"),
-        ("[]", "lock-damaged", "not a JSON object"),
-        (f"<<<<<<< HEAD\n{GOOD}=======\n>>>>>>> x\n", "lock-damaged", "merge conflict"),
-        (json.dumps({**json.loads(GOOD), "schema": 2}), "lock-newer", "newer Bakehouse"),
-        (json.dumps({**json.loads(GOOD), "schema": 0}), "lock-damaged", "schema"),
-        (json.dumps({**json.loads(GOOD), "extra": 1}), "lock-damaged", "extra"),
-        (json.dumps({**json.loads(GOOD), "weights": 5}), "lock-damaged", "weights"),
-    ],
-)
-def test_a_lock_that_cannot_be_used(tmp_path: Path, text: str, id_: str, why: str) -> None:
+UNUSABLE = [
+    ("", "lock-damaged", "not JSON"),
+    (GOOD[:-20], "lock-damaged", "not JSON"),
+    ("[]", "lock-damaged", "not a JSON object"),
+    (f"<<<<<<< HEAD\n{GOOD}=======\n>>>>>>> x\n", "lock-damaged", "merge conflict"),
+    (json.dumps({**json.loads(GOOD), "schema": 2}), "lock-newer", "newer Bakehouse"),
+    (json.dumps({**json.loads(GOOD), "schema": 0}), "lock-damaged", "schema"),
+    (json.dumps({**json.loads(GOOD), "extra": 1}), "lock-damaged", "extra"),
+    (json.dumps({**json.loads(GOOD), "weights": 5}), "lock-damaged", "weights"),
+]
+
+
+def test_lock_unusable_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.lock.json"
-    path.write_text(text)
-    with pytest.raises(LockError, match=why) as caught:
-        read_lock(path)
-    assert (caught.value.id, caught.value.exit_code) == (id_, 4)
-    assert str(path) in str(caught.value.where)
-    assert "lock --update" in str(caught.value.hint)
+    for text, id_, why in UNUSABLE:
+        path.write_text(text)
+        with pytest.raises(LockError, match=why) as caught:
+            read_lock(path)
+        assert (caught.value.id, caught.value.exit_code) == (id_, 4)
+        assert str(path) in str(caught.value.where)
+        assert "lock --update" in str(caught.value.hint)
 
 
-def test_what_moved_is_told() -> None:
+def test_lock_changes() -> None:
     old = lock(recipe(**BASE))
     new = old.model_copy(update={"source": old.source.model_copy(update={"commit": C2})})  # type: ignore[union-attr]
     (change,) = changes(old, new)
@@ -205,36 +201,39 @@ PINNED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("source", "reasons"),
-    [
-        ({**GIT, "patches": [{"pr": 7}]}, []),
-        ({**GIT, "patches": [{"id": "7", "repo": "ggml-org/llama.cpp"}]}, ["recipe-changed"]),
-        ({**GIT, "patches": []}, ["patch-changed"]),
-        ({**GIT, "patches": [{"pr": 8}]}, ["patch-changed"]),
-        ({**GIT, "patches": [{"pr": 7, "repo": "o/fork"}]}, ["patch-changed"]),
-        ({**GIT, "patches": [{"pr": 7}, {"pr": 8}]}, ["patch-changed"]),
-        ({**GIT, "patches": [{"pr": 7, "sha256": SHA2}]}, ["patch-changed"]),
-        ({**GIT, "patches": [{"pr": 7, "allow": "fuzz"}]}, ["patch-allowed-changed"]),
-        ({**GIT, "commit": C2, "patches": [{"pr": 7}]}, ["commit-changed", "patch-base-changed"]),
-    ],
-)
-def test_drift_of_pinned_patches(source: dict[str, Any], reasons: list[str]) -> None:
-    locked = recipe(**BASE | {"source": {**GIT, "patches": [{"pr": 7}]}})
-    found = drift(recipe(**BASE | {"source": source}), lock(locked, patches=[PINNED]))
-    assert [d.reason for d in found] == reasons
+PATCHED: list[tuple[dict[str, Any], list[str]]] = [
+    ({**GIT, "patches": [{"pr": 7}]}, []),
+    ({**GIT, "patches": [{"id": "7", "repo": "ggml-org/llama.cpp"}]}, ["recipe-changed"]),
+    ({**GIT, "patches": []}, ["patch-changed"]),
+    ({**GIT, "patches": [{"pr": 8}]}, ["patch-changed"]),
+    ({**GIT, "patches": [{"pr": 7, "repo": "o/fork"}]}, ["patch-changed"]),
+    ({**GIT, "patches": [{"pr": 7}, {"pr": 8}]}, ["patch-changed"]),
+    ({**GIT, "patches": [{"pr": 7, "sha256": SHA2}]}, ["patch-changed"]),
+    ({**GIT, "patches": [{"pr": 7, "allow": "fuzz"}]}, ["patch-allowed-changed"]),
+    ({**GIT, "commit": C2, "patches": [{"pr": 7}]}, ["commit-changed", "patch-base-changed"]),
+]
 
 
-@pytest.mark.parametrize("source", [{}, {"source": ARCHIVE_PIN}])
-def test_a_patch_that_was_pinned_on_another_base(source: dict[str, Any]) -> None:
-    wanted = {"archive": ARCHIVE} if source else GIT
-    one = recipe(**BASE | {"source": {**wanted, "patches": [{"pr": 7}]}})
-    elsewhere = lock(one, patches=[{**PINNED, "base": C2}], **source)
-    assert [d.reason for d in drift(one, elsewhere)] == ["patch-base-changed"]
-    assert drift(one, lock(one, patches=[PINNED], **source)) == ()
+def test_drift_of_pinned_patches() -> None:
+    locked = lock(recipe(**BASE | {"source": {**GIT, "patches": [{"pr": 7}]}}), patches=[PINNED])
+    found = [
+        [d.reason for d in drift(recipe(**BASE | {"source": source}), locked)]
+        for source, _ in PATCHED
+    ]
+    assert found == [reasons for _, reasons in PATCHED]
 
 
-def test_what_patches_are_applied_to() -> None:
+def test_drift_of_a_patch_pinned_on_another_base() -> None:
+    sources: list[dict[str, Any]] = [{}, {"source": ARCHIVE_PIN}]
+    for source in sources:
+        wanted = {"archive": ARCHIVE} if source else GIT
+        one = recipe(**BASE | {"source": {**wanted, "patches": [{"pr": 7}]}})
+        elsewhere = lock(one, patches=[{**PINNED, "base": C2}], **source)
+        assert [d.reason for d in drift(one, elsewhere)] == ["patch-base-changed"]
+        assert drift(one, lock(one, patches=[PINNED], **source)) == ()
+
+
+def test_lock_patch_base() -> None:
     one = recipe(**BASE)
     assert lock(one).base == C1
     assert lock(one, source=ARCHIVE_PIN).base == C1

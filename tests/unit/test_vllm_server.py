@@ -224,7 +224,7 @@ def test_volumes_cannot_reach_the_docker_socket(name: str, tmp_path: Path) -> No
     ("container", "said"),
     [
         ({"volumes": ["/:/host"]}, "own socket"), ({"volumes": ["/sys:/s"]}, "kernel"),
-        ({"volumes": ["x"]}, "no volume"), ({"gpus": "--privileged"}, "which GPUs"),
+        ({"volumes": ["x"]}, "not a volume"), ({"gpus": "--privileged"}, "which GPUs"),
         ({"gpus": ""}, "which GPUs"), ({"gpus": "0"}, "which GPUs"),
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ from bakehouse.engines.llamacpp import evidence as checks
 from bakehouse.engines.llamacpp import server as rules
 from bakehouse.engines.llamacpp.server import Features
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.variables import Paths
+from bakehouse.recipe.template import Paths
 
 ON_THE_CPU = frozenset({"no-layers-offloaded", "cuda-disabled"})
 """Signatures of a model that runs on the CPU, which a recipe may ask for."""

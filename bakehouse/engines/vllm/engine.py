@@ -19,7 +19,7 @@ from bakehouse.errors import RecipeError
 from bakehouse.lock import Lock
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.variables import Paths
+from bakehouse.recipe.template import Paths
 
 PROGRAM = ("vllm", "serve")
 """How a command begins; the image's own entrypoint is not used."""
