@@ -14,7 +14,7 @@ from bakehouse.errors import Fault
 from bakehouse.recipe.faults import Origin, dotted, kind
 from bakehouse.recipe.merge import KeyPath
 from bakehouse.recipe.model import Recipe
-from bakehouse.util.text import did_you_mean
+from bakehouse.util.text import closest_match, did_you_mean
 
 
 @dataclass(frozen=True)

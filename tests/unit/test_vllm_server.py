@@ -194,7 +194,7 @@ def test_volumes_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         "vol:/root/.local", "vol:/x/lib/python3.12/site-packages", "vol:/home", "vol:/run/x",
     )  # fmt: skip
     assert [text for text in bad if not refused(text)] == []
-    with pytest.raises(UsageError, match="lies where 'aa:/x' lies"):
+    with pytest.raises(UsageError, match="has the same target as 'aa:/x'"):
         volumes(("aa:/x", "bb:/x/"), "/")
 
 
