@@ -9,15 +9,13 @@ import contextlib
 import json
 import signal
 import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 NOTE = "container.json"
 """In the server's folder: how the container ended, or why it never started."""
 KILLED = "was removed: the process that followed its container was killed"
-FOLLOWER = "bakehouse.serve.container"
 REMOVE_S = 60.0
 """What it may take to remove a container that nobody follows any more, in seconds."""
 ENGINE_S = 5.0
@@ -35,10 +33,13 @@ def read(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def clear(folder: Path, container: str, env: Mapping[str, str]) -> dict[str, Any]:
+def clear(
+    folder: Path, container: str, run: Sequence[str], env: Mapping[str, str]
+) -> dict[str, Any]:
     """Give the note; where there is none the follower was killed, and its container is removed.
 
-    `lost` in it says why the container may still be there.
+    `run` is the command of the follower, which can also remove a container. `lost` in the note says
+    why the container may still be there.
     """
     note = read(folder)
     if not container or (note and "lost" not in note):
@@ -46,7 +47,7 @@ def clear(folder: Path, container: str, env: Mapping[str, str]) -> dict[str, Any
     said = "the Docker Engine did not remove its container in time"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
-            [sys.executable, "-m", FOLLOWER, "--remove", container],
+            [*run[:3], "--remove", container],
             env=dict(env), timeout=REMOVE_S, check=False, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, text=True, errors="replace",
         )  # fmt: skip

@@ -22,7 +22,6 @@ from bakehouse.serve.aftermath import ENGINE_S, REMOVE_S
 from bakehouse.serve.processes import Process, end, marked, marked_folders
 from bakehouse.serve.state import Ended, State, Unreadable
 
-KEEPER_MODULE = "bakehouse.serve.keeper"
 KEEPER_GRACE_S = 10.0
 """What a keeper may take beyond the server's own time to stop."""
 
@@ -170,9 +169,15 @@ def _ours(process: Process, folder: Path, known: State) -> bool:
 
 
 def is_keeper(process: Process, folder: Path) -> bool:
-    """Whether a process is the keeper of this server."""
-    command = process.command
-    return KEEPER_MODULE in command and str(folder) in command
+    """Return whether a process is the supervisor of this server.
+
+    It runs as `python -m bakehouse.… FOLDER FD`; the module's name differs between versions.
+    """
+    command = process.command[-4:]
+    return (
+        len(command) == 4 and command[0] == "-m" and command[1].startswith("bakehouse.")
+        and command[2] == str(folder)
+    )  # fmt: skip
 
 
 def _note_gone(folder: Path, known: State) -> State:

@@ -264,7 +264,9 @@ class Keeper:
         """Say how it ended; for a container its own note, and what a killed follower left goes."""
         note: dict[str, Any] = {}
         if self.spec.run:
-            note = aftermath.clear(self.folder, self.state.container or "", self.spec.env)
+            note = aftermath.clear(
+                self.folder, self.state.container or "", self.spec.run, self.spec.env
+            )
         if "lost" in note:
             return f"{state.LOST}: {note['lost']}"
         if why == "refused":

@@ -21,9 +21,9 @@ from bakehouse.errors import BakehouseError, HostError
 from bakehouse.plan.types import ServePlan
 from bakehouse.ports.docker import Docker
 from bakehouse.ports.process import environment
-from bakehouse.serve import aftermath, containers
+from bakehouse.serve import aftermath, container, containers, keeper
 from bakehouse.serve import state as states
-from bakehouse.serve.control import KEEPER_MODULE, stop, wait_for_end
+from bakehouse.serve.control import stop, wait_for_end
 from bakehouse.serve.guard import Bounds
 from bakehouse.serve.listeners import refuse_taken
 from bakehouse.serve.processes import MARK, boot_id
@@ -225,7 +225,7 @@ def _in_container(
         raise _unusable(error) from error
     made = containers.make(docker, plan, settings.folder, spec.state.nonce, secret)
     follow = (
-        sys.executable, "-m", aftermath.FOLLOWER, str(settings.folder), made,
+        sys.executable, "-m", container.__name__, str(settings.folder), made,
         f"{settings.stop_timeout:g}", spec.state.nonce,
     )  # fmt: skip
     env = {
@@ -254,7 +254,7 @@ def start_keeper(folder: Path, spec: Spec) -> socket.socket:
             "PYTHONSAFEPATH": "1",
         }
         starter = subprocess.Popen(
-            [sys.executable, "-m", KEEPER_MODULE, str(folder), str(theirs.fileno())],
+            [sys.executable, "-m", keeper.__name__, str(folder), str(theirs.fileno())],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd="/",
             pass_fds=(theirs.fileno(),), start_new_session=True,
         )  # fmt: skip
