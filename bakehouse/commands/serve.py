@@ -40,8 +40,7 @@ from bakehouse.serve.able import know_flags, see_gpu, unknown_lines
 from bakehouse.serve.bring import Order, Ready, bring_up, identity_digest
 from bakehouse.serve.control import look
 from bakehouse.serve.guard import Bounds
-from bakehouse.serve.launch import Link, Settings
-from bakehouse.serve.listeners import refuse_taken
+from bakehouse.serve.launch import Link, Settings, refuse_taken
 from bakehouse.serve.ready import Limits
 from bakehouse.serve.watch import Tail
 from bakehouse.sources.weights import ensure as ensure_weights

@@ -59,7 +59,7 @@ def as_data(seen: Seen) -> dict[str, Any]:
     }  # fmt: skip
     if state is None:
         return data
-    from bakehouse.serve.ready import url_of  # brings in more than a stopped server needs
+    from bakehouse.serve.proof import url_of  # brings in more than a stopped server needs
 
     ended = state.ended
     return data | {

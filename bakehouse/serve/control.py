@@ -18,7 +18,7 @@ from bakehouse.ports.docker import ContainerFacts
 from bakehouse.ports.guard import descendants
 from bakehouse.serve import containers
 from bakehouse.serve import state as states
-from bakehouse.serve.aftermath import ENGINE_S, REMOVE_S
+from bakehouse.serve.keeper import ENGINE_S, REMOVE_S
 from bakehouse.serve.processes import Process, end, marked, marked_folders
 from bakehouse.serve.state import Ended, State, Unreadable
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -21,12 +22,20 @@ from bakehouse.errors import BakehouseError, HostError
 from bakehouse.plan.types import ServePlan
 from bakehouse.ports.docker import Docker
 from bakehouse.ports.process import environment
-from bakehouse.serve import aftermath, container, containers, keeper
+from bakehouse.redact import clean
+from bakehouse.serve import container, containers, keeper
 from bakehouse.serve import state as states
 from bakehouse.serve.control import stop, wait_for_end
 from bakehouse.serve.guard import Bounds
-from bakehouse.serve.listeners import refuse_taken
-from bakehouse.serve.processes import MARK, boot_id
+from bakehouse.serve.processes import (
+    MARK,
+    all_pids,
+    boot_id,
+    command_of,
+    listeners,
+    overlapping,
+    sockets,
+)
 from bakehouse.serve.state import Spec, State
 
 NONCE_BYTES = 8
@@ -271,7 +280,7 @@ def prepare(folder: Path, key: str | None) -> None:
         folder.chmod(0o700)
         _rotate(folder / "server.log")
         (folder / "keeper.log").write_bytes(b"")
-        for left in (aftermath.NOTE, containers.MARKED):
+        for left in (keeper.CONTAINER_NOTE, containers.MARKED):
             (folder / left).unlink(missing_ok=True)
         _put_key(folder / states.KEY_FILE, key)
     except OSError as error:
@@ -309,3 +318,44 @@ def kept_key(folder: Path) -> str | None:
         return (folder / states.KEY_FILE).read_text().splitlines()[0]
     except (OSError, IndexError):
         return None
+
+
+def refuse_taken(host: str, port: int) -> None:
+    """Check that a server can listen at host and port; port 0 always can.
+
+    Raises HostError, which names the process that holds the port.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, port))
+        except OSError as error:
+            raise _refusal(host, port, error) from error
+
+
+def _refusal(host: str, port: int, error: OSError) -> HostError:
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return HostError(
+            f"this machine has no address {host}", where="serve.host", id="no-such-address",
+            hint="give an address of this machine, 127.0.0.1 or 0.0.0.0",
+        )  # fmt: skip
+    if error.errno == errno.EACCES:
+        return HostError(
+            f"port {port} needs root", where="serve.port", id="port-forbidden",
+            hint="choose a port from 1024 on",
+        )  # fmt: skip
+    if error.errno != errno.EADDRINUSE:
+        return HostError(f"cannot listen at {place}: {error.strerror}", id="cannot-listen")
+    met = overlapping(listeners(), host, port)
+    holders = sockets(all_pids())
+    pid = next((holders[one.inode] for one in met if one.inode in holders), None)
+    who = "a process of another user"
+    if pid is not None:
+        who = f"process {pid}: {clean(' '.join(command_of(pid)), one_line=True)[:200]}"
+    return HostError(
+        f"port {port} is taken", where=f"{', '.join(map(str, met)) or place}, held by {who}",
+        hint="stop that process, or use another port: --port N, or --port 0 for any free one",
+        id="port-taken",
+    )  # fmt: skip

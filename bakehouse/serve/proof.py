@@ -6,7 +6,8 @@ is no sense in asking questions of somebody else's server.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,19 +16,30 @@ from bakehouse.context import Context
 from bakehouse.engines.engine import NONCE_ALIAS, Answer, Asked, Engine, engine_of
 from bakehouse.errors import BakehouseError, NotCorrect, NotHealthy
 from bakehouse.plan.container import NONCE
+from bakehouse.ports.http import Unreachable
 from bakehouse.probe.prove import explain
 from bakehouse.probe.types import Endpoint, Proof, SuiteProof
 from bakehouse.records.model import Answer as Said
-from bakehouse.serve.causes import Cause, first_cause, read_log, signature_check
+from bakehouse.redact import clean
 from bakehouse.serve.containers import Box, engine_at
-from bakehouse.serve.listeners import listeners, overlapping, sockets
-from bakehouse.serve.processes import Process, tree
-from bakehouse.serve.ready import get, url_of
+from bakehouse.serve.processes import Process, listeners, overlapping, sockets, tree
 from bakehouse.serve.state import State
+from bakehouse.signatures import Severity, scan
 
+ASK_S = 2.0
 FEATURE_S = 10.0
 LOG_S = 1.0
 """The engine writes its log from a thread of its own; so long a line may be late, in seconds."""
+
+LOG_BYTES = 32 << 20
+"""So much of a log's beginning is read, in bytes: what went wrong first stands there."""
+_ERROR = re.compile(
+    r"^[\d.]+ E |\berror\b|\bfailed\b|\bfatal\b|\bcannot\b|GGML_ASSERT|\babort|terminate called",
+    re.IGNORECASE,
+)
+
+_NO_ERROR = re.compile(r"\b(?:DEBUG|INFO|WARNING) +\d")
+"""A line that its logger calls less than an error: vLLM warns of errors that may come."""
 
 Prove = Callable[[Endpoint], Proof]
 
@@ -244,3 +256,96 @@ def _error(server: Running, seen: Evidence, *, correct: bool, what: str) -> Bake
     hint = (cause.mend if cause else None) or f"the server's log is {server.log}"
     kind = NotHealthy if correct else NotCorrect
     return kind(what, where=where, hint=hint, checks=seen.checks)
+
+
+def get(
+    ctx: Context, url: str, headers: Mapping[str, str] | None = None, timeout: float = ASK_S
+) -> Answer:
+    """Ask once; what is no JSON has a body of None."""
+    try:
+        reply = ctx.http.ask("GET", url, headers=headers, timeout=timeout)
+    except Unreachable as error:
+        return Answer(0, None, error.why)
+    try:
+        return Answer(reply.status, reply.json(), reply.text)
+    except ValueError:
+        return Answer(reply.status, None, reply.text)
+
+
+def url_of(host: str, port: int) -> str:
+    """Where to ask a server that listens at host; an any-address is asked on loopback."""
+    reach = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+    return f"http://[{reach}]:{port}" if ":" in reach else f"http://{reach}:{port}"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A line of a log, numbered from 1, and what it means where that is known."""
+
+    line_number: int
+    line: str
+    severity: str | None = None
+    meaning: str | None = None
+    mend: str | None = None
+
+    @property
+    def where(self) -> str:
+        """For people."""
+        return f"server.log:{self.line_number}: {clean(self.line, one_line=True)[:300]}"
+
+
+def read_log(path: Path) -> list[str]:
+    """Give the lines of a log; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(LOG_BYTES).decode(errors="replace")
+    except OSError:
+        return []
+    return text.splitlines()
+
+
+def grave(
+    lines: Sequence[str], engine: str, asked_for: frozenset[str] = frozenset()
+) -> tuple[Cause, ...]:
+    """Give the lines that show a fatal, silent or lost-feature signature, first cause first.
+
+    `asked_for` are ids of signatures that say what the recipe itself asks for.
+    """
+    return tuple(
+        Cause(f.line_number, f.line, str(f.severity), f.cause, f.mend)
+        for f in scan(lines, engine=engine)
+        if f.bad and f.id not in asked_for
+    )
+
+
+def first_cause(lines: Sequence[str], engine: str, *, died: bool = False) -> Cause | None:
+    """Give the line that explains best: a grave signature, else the first that speaks of an error.
+
+    A server that `died` is explained by a fatal line, not by one that it went on after.
+    """
+    known = [c for c in grave(lines, engine) if c.severity == Severity.FATAL or not died]
+    if known:
+        return known[0]
+    for number, line in enumerate(lines, start=1):
+        if _ERROR.search(line) and not _NO_ERROR.search(line):
+            return Cause(number, line)
+    return None
+
+
+def last_words(lines: Sequence[str]) -> Cause | None:
+    """Give the last line that says anything: what there is where nothing explains an end."""
+    for number in range(len(lines), 0, -1):
+        if lines[number - 1].strip():
+            return Cause(number, lines[number - 1])
+    return None
+
+
+def signature_check(
+    lines: Sequence[str], engine: str, asked_for: frozenset[str] = frozenset()
+) -> Check:
+    """Judge a log by its signatures; an empty log is no evidence."""
+    first = next(iter(grave(lines, engine, asked_for)), None)
+    seen = f"{first.severity}: {first.meaning}" if first else f"none in {len(lines)} lines"
+    where = first.where if first else "server.log"
+    ok = first is None if lines else None
+    return check("log", "no fatal fault, no silent one, nothing lost", seen, where, ok=ok)

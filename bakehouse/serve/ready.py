@@ -6,30 +6,30 @@ Nothing here decides that a server is ready: a healthy one is then proven, in `s
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from bakehouse.checks import Check, check
 from bakehouse.context import Context
-from bakehouse.engines.engine import Answer, engine_of
+from bakehouse.engines.engine import engine_of
 from bakehouse.errors import BakehouseError, HostError, NotHealthy
 from bakehouse.host import read_host
 from bakehouse.memory.types import gib
-from bakehouse.ports.http import Unreachable
 from bakehouse.progress import Bar
-from bakehouse.serve.activity import Silence, read_activity
-from bakehouse.serve.aftermath import read
-from bakehouse.serve.causes import first_cause, last_words, read_log
+from bakehouse.serve.keeper import read_container_note
 from bakehouse.serve.launch import Link
-from bakehouse.serve.listeners import Listener, owned
-from bakehouse.serve.processes import tree
+from bakehouse.serve.processes import Listener, Reading, owned, read_activity, tree
+from bakehouse.serve.proof import first_cause, get, last_words, read_log, url_of
 from bakehouse.serve.watch import Tail
 
 POLL_S = 0.02
 """Between two questions, so that READY lags the engine by well under 0.1 s."""
 BOX_POLL_S = 0.1
 """The same for a container: each question makes the engine's proxy open a connection inside."""
-ASK_S = 2.0
+POLL_BYTES = 4096
+"""Maximum bytes that a server reads because of one poll of ours."""
+POLL_TRACES = ("/health",)
+"""A log line with one of these is the echo of our own polling."""
 LOOK_S = 0.25
 """Between two looks at the log and at what was read."""
 
@@ -42,24 +42,33 @@ class Limits:
     stall: float
 
 
-def get(
-    ctx: Context, url: str, headers: Mapping[str, str] | None = None, timeout: float = ASK_S
-) -> Answer:
-    """Ask once; what is no JSON has a body of None."""
-    try:
-        reply = ctx.http.ask("GET", url, headers=headers, timeout=timeout)
-    except Unreachable as error:
-        return Answer(0, None, error.why)
-    try:
-        return Answer(reply.status, reply.json(), reply.text)
-    except ValueError:
-        return Answer(reply.status, None, reply.text)
+@dataclass
+class IdleTimer:
+    """Seconds since a loading server last showed activity, on a monotonic clock.
+
+    Activity is a new log line, or bytes that its processes read: through system calls, from disk,
+    or as pages of mapped files. What our own polls cause does not count.
+    """
+
+    since: float
+    last: Reading = field(default_factory=Reading)
+
+    def update(self, now: float, reading: Reading, lines: Iterable[str], polls: int) -> float:
+        """Take in what was seen since the last update; return the idle seconds so far."""
+        grown = (
+            reading.calls - self.last.calls > polls * POLL_BYTES
+            or reading.disk > self.last.disk
+            or reading.mapped > self.last.mapped
+        )
+        if grown or any(is_server_output(line) for line in lines):
+            self.since = now
+        self.last = reading
+        return now - self.since
 
 
-def url_of(host: str, port: int) -> str:
-    """Where to ask a server that listens at host; an any-address is asked on loopback."""
-    reach = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
-    return f"http://[{reach}]:{port}" if ":" in reach else f"http://{reach}:{port}"
+def is_server_output(line: str) -> bool:
+    """Return whether a log line is the server's own, and not the echo of our polling."""
+    return bool(line.strip()) and not any(trace in line for trace in POLL_TRACES)
 
 
 class Waiting:
@@ -83,7 +92,7 @@ class Waiting:
         self.largest = largest
         self.engine = engine_of(engine)
         self.began = ctx.clock.monotonic()
-        self.silence = Silence(self.began)
+        self.silence = IdleTimer(self.began)
         self.log = Tail(link.folder / "server.log")
         self.listener: Listener | None = None
         self.last = "it never listened"
@@ -138,7 +147,7 @@ class Waiting:
         lines = self.log.lines()
         self.stage = next(filter(None, map(self.engine.stage, reversed(lines))), self.stage)
         reading = read_activity(self._pids())
-        silent = self.silence.look(now, reading, lines, self.polls)
+        silent = self.silence.update(now, reading, lines, self.polls)
         self.polls = 0
         bar.update(min(reading.loaded, self.total), self.total, self.stage)
         took = now - self.began
@@ -160,7 +169,7 @@ class Waiting:
 
     def died(self) -> BakehouseError:
         """Make the error for a server that ended, or for a container that never started."""
-        if self.link.box and (failed := read(self.link.folder).get("failed")):
+        if self.link.box and (failed := read_container_note(self.link.folder).get("failed")):
             return HostError(
                 str(failed["what"]), where=failed["where"], hint=failed["hint"], id=failed["id"]
             )

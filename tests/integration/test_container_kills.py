@@ -72,7 +72,7 @@ def test_of_the_follower_alone(house: House) -> None:
     state = read(house.server())
     assert state
     assert state.ended
-    assert "the process that followed its container was killed" in state.ended.says
+    assert "the process following its container was killed" in state.ended.says
     assert house.boxes() == []
     all_is_well(house)
 

@@ -23,7 +23,7 @@ from bakehouse import cli
 from bakehouse.plan.container import SERVER
 from bakehouse.ports.docker import ContainerSpec
 from bakehouse.serve import containers, launch
-from bakehouse.serve.container_end import Seen
+from bakehouse.serve.container import ContainerExit
 from bakehouse.serve.control import look
 from bakehouse.serve.state import Ended, read, write
 from tests.support.boxed import House
@@ -84,7 +84,7 @@ def test_inside_the_pinned_files_are_read_only_and_nothing_is_privileged(house: 
     ("container", "exit_", "what", "where"),
     [
         ({"env": {"FAKE": "exit"}}, 7, "exited by itself with 1", "No available memory"),
-        ({"env": {"FAKE": "memory"}, "memory": "64MiB"}, 7, "memory of its limit", "server.log"),
+        ({"env": {"FAKE": "memory"}, "memory": "64MiB"}, 7, "its memory limit", "server.log"),
         ({"env": {"FAKE": "fallback"}}, 7, "implementation", "Transformers"),
         ({"env": {"FAKE": "no-nonce"}}, 7, "nonce", ""),
         ({"env": {"FAKE": "version"}}, 7, "version: expected 0.32.0; observed 0.31.0", "/version"),
@@ -192,7 +192,7 @@ def restart(house: House, url: str) -> None:
         (kill, "was killed by somebody else (docker kill, SIGKILL)"),
         (stop_it, "was stopped by somebody else (docker stop)"),
         (remove, "removed by somebody else"),
-        (restart, "restarted by somebody else"),
+        (restart, "restarted externally"),
     ],
 )
 def test_the_end_of_a_running_one_is_told_apart(house: House, how: Break, says: str) -> None:
@@ -237,7 +237,7 @@ def test_after_a_crash_of_everything_it_is_found_and_removed(house: House, trace
         (house.server() / "state.json").unlink()
     if trace == "engine-lost":
         # As its follower judges where the engine no longer answers; the container may run on.
-        _, says = Seen(None, (), False, "", False, True, "no engine").verdict()
+        _, says = ContainerExit(None, (), False, "", False, True, "no engine").verdict()
         ended = Ended(at="", why="exited", code=1, says=says)
         write(house.server(), replace(state, phase="ended", ended=ended))
     if trace == "no-folder":

@@ -7,7 +7,7 @@ import pytest
 from bakehouse.ports.docker import ContainerFacts, Happening
 from bakehouse.ports.docker_facts import happening
 from bakehouse.ports.docker_pull import Layers
-from bakehouse.serve.container_end import Seen
+from bakehouse.serve.container import ContainerExit
 from bakehouse.serve.state import LOST
 
 STARTED = "2026-01-01T00:00:00Z"
@@ -35,8 +35,8 @@ def befell(*what: str) -> tuple[Happening, ...]:
 
 
 def says(one: ContainerFacts | None, *what: str, **over: object) -> str:
-    data = {"gone": False, "told": False, "cut": False, "lost": None} | over
-    return Seen(one, befell(*what), started=STARTED, **data).verdict()[1]  # type: ignore[arg-type]
+    data = {"gone": False, "stopping": False, "interrupted": False, "lost": None} | over
+    return ContainerExit(one, befell(*what), started=STARTED, **data).verdict()[1]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def says(one: ContainerFacts | None, *what: str, **over: object) -> str:
         (1, ("start", "kill 1", "die"), "exited by itself with 1"),  # HUP: read your files anew
         (1, ("start", "kill 15@5", "die@500"), "exited by itself with 1"),  # it took no notice
         (0, ("start", "die"), "exited by itself with 0"),
-        (137, ("start", "die"), "died of SIGKILL: somebody ended it"),
+        (137, ("start", "die"), "died of SIGKILL: somebody killed it"),
         (139, ("start", "die"), "died of SIGSEGV"),
         (3, (), "exited by itself with 3"),
     ],
@@ -60,18 +60,18 @@ def test_who_ended_it(code: int, what: tuple[str, ...], said: str) -> None:
 
 
 def test_what_we_ended_is_nobody_elses() -> None:
-    assert says(facts(code=0), "kill 15", "die", "stop", told=True) == "exited by itself with 0"
-    assert says(facts(code=143), "kill 15", "die", "stop", told=True) == "died of SIGTERM"
+    assert says(facts(code=0), "kill 15", "die", "stop", stopping=True) == "exited by itself with 0"
+    assert says(facts(code=143), "kill 15", "die", "stop", stopping=True) == "died of SIGTERM"
 
 
 def test_what_became_of_it_meanwhile() -> None:
     assert "removed" in says(None, gone=True)
     assert "removed" in says(facts("removing", 137), "kill 9", "die")
     assert says(None, lost="no engine") == f"{LOST}: no engine"
-    assert "never proven" in says(facts("running"), "kill 15", "die", "stop", "start")
-    assert "never proven" in says(facts("exited", started="later"), "start", "die")
-    assert "memory of its limit" in says(facts(code=137, oom_killed=True), "oom", "die")
-    assert "Docker Engine was away" in says(facts(code=0), cut=True)
+    assert "not verified" in says(facts("running"), "kill 15", "die", "stop", "start")
+    assert "not verified" in says(facts("exited", started="later"), "start", "die")
+    assert "its memory limit" in says(facts(code=137, oom_killed=True), "oom", "die")
+    assert "Docker Engine was away" in says(facts(code=0), interrupted=True)
 
 
 def test_events_are_read() -> None:

@@ -66,7 +66,7 @@ def test_a_steep_fall_is_stopped_before_the_bound_is_reached() -> None:
     stop = alarms[-1]
     assert GIB < stop.figures["available"] < 4 * GIB
     assert stop.figures["falling_per_second"] == pytest.approx(2.5 * GIB, rel=0.01)
-    assert "falling by 2.50 GiB a second" in stop.reason
+    assert "falling by 2.50 GiB per second" in stop.reason
 
 
 def test_samples_come_faster_near_the_bounds() -> None:
@@ -91,9 +91,9 @@ def changing(level: float, **each_second: float) -> list[Reading]:
 @pytest.mark.parametrize(
     ("each_second", "words"),
     [
-        ({"stalled": 0.5}, "waited for it 50% of the time"),
-        ({"swapped": 100 * MIB}, "100 MiB a second were swapped"),
-        ({"kills": 1}, "begun to end processes"),
+        ({"stalled": 0.5}, "all tasks stalled on memory 50% of the time"),
+        ({"swapped": 100 * MIB}, "swapping 100 MiB per second"),
+        ({"kills": 1}, "started to kill processes"),
     ],
 )
 def test_pressure_stops_only_where_memory_is_short(

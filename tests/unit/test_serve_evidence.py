@@ -13,9 +13,8 @@ from bakehouse.checks import Verdict
 from bakehouse.engines.llamacpp import evidence
 from bakehouse.engines.llamacpp.server import Features
 from bakehouse.errors import BakehouseError
-from bakehouse.serve.causes import signature_check
 from bakehouse.serve.processes import Process
-from bakehouse.serve.proof import Evidence, Running, _stage
+from bakehouse.serve.proof import Evidence, Running, _stage, signature_check
 from bakehouse.signatures import exit_code, scan
 
 MODELS = {

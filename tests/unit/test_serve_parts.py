@@ -9,13 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.serve import oom
 from bakehouse.serve import state as states
-from bakehouse.serve.activity import Reading, Silence, read_activity, tells
-from bakehouse.serve.guard import Bounds
-from bakehouse.serve.listeners import holder, listeners, overlapping, owned, parse
-from bakehouse.serve.processes import Process, command_of, start_time
-from bakehouse.serve.ready import url_of
+from bakehouse.serve.guard import KILLED, Bounds, cgroup_kills, describe_end
+from bakehouse.serve.processes import (
+    Process,
+    Reading,
+    command_of,
+    listeners,
+    overlapping,
+    owned,
+    parse_listeners,
+    read_activity,
+    sockets,
+    start_time,
+)
+from bakehouse.serve.proof import url_of
+from bakehouse.serve.ready import IdleTimer, is_server_output
 from bakehouse.serve.state import Ended, Spec, State
 from bakehouse.serve.watch import Tail
 
@@ -37,9 +46,10 @@ little_endian = pytest.mark.skipif(sys.byteorder != "little", reason="the table 
 
 @little_endian
 def test_listening_sockets_are_read_from_both_tables() -> None:
-    found = [(str(one), one.inode) for one in parse(TABLE)]
+    found = [(str(one), one.inode) for one in parse_listeners(TABLE)]
     assert found == [("127.0.0.1:8080", 111), ("0.0.0.0:80", 222)]
-    assert [str(one) for one in parse(TABLE6)] == ["[::1]:8080", "[::]:80", "[::ffff:7f00:1]:9000"]
+    six = [str(one) for one in parse_listeners(TABLE6)]
+    assert six == ["[::1]:8080", "[::]:80", "[::ffff:7f00:1]:9000"]
 
 
 @little_endian
@@ -58,7 +68,7 @@ def test_listening_sockets_are_read_from_both_tables() -> None:
     ],
 )
 def test_addresses_that_overlap(host: str, port: int, inodes: set[int]) -> None:
-    met = overlapping((*parse(TABLE), *parse(TABLE6)), host, port)
+    met = overlapping((*parse_listeners(TABLE), *parse_listeners(TABLE6)), host, port)
     assert {one.inode for one in met} == inodes
 
 
@@ -68,14 +78,12 @@ def test_our_own_socket_is_found_with_its_holder() -> None:
         (mine,) = [one for one in owned([os.getpid()]) if one.port == port]
         assert str(mine.address) == "127.0.0.1"
         assert mine in listeners()
-        found = holder([mine.inode])
-    assert found is not None
-    assert found[0] == os.getpid()
+        assert sockets([os.getpid()])[mine.inode] == os.getpid()
 
 
 def silent_for(*looks: tuple[float, Reading, list[str], int]) -> float:
-    silence = Silence(since=0.0)
-    return [silence.look(*look) for look in looks][-1]
+    silence = IdleTimer(since=0.0)
+    return [silence.update(*look) for look in looks][-1]
 
 
 def test_silence_grows_while_nothing_is_read_and_nothing_is_said() -> None:
@@ -93,7 +101,7 @@ def test_what_our_own_questions_cause_is_no_sign_of_life() -> None:
     echo = ["GET /health 503", "   "]
     assert silent_for((60.0, Reading(calls=4096 * 5), echo, 5)) == 60.0
     assert silent_for((60.0, Reading(calls=4096 * 5 + 1), [], 5)) == 0.0
-    assert tells("load_tensors: loading")
+    assert is_server_output("load_tensors: loading")
 
 
 def test_activity_of_processes_is_summed_and_the_gone_add_nothing(tmp_path: Path) -> None:
@@ -112,18 +120,18 @@ def test_activity_of_processes_is_summed_and_the_gone_add_nothing(tmp_path: Path
         (0, "exited", None, "exited by itself with 0"),
         (127, "exited", None, "not found"),
         (-4, "exited", None, "SIGILL: an instruction that this CPU does not have"),
-        (-9, "exited", True, "SIGKILL: the kernel ended it because memory had run out"),
-        (-9, "exited", None, "SIGKILL: somebody ended it, or the kernel"),
-        (-6, "exited", None, "SIGABRT: it gave up by itself"),
+        (-9, "exited", True, "SIGKILL: the kernel killed it because memory ran out"),
+        (-9, "exited", None, "SIGKILL: somebody killed it, or the kernel"),
+        (-6, "exited", None, "SIGABRT: it aborted"),
         (-7, "exited", None, "SIGBUS: a memory fault"),
         (-64, "exited", None, "died of S"),
-        (None, "exited", None, "nobody saw how"),
+        (None, "exited", None, "the cause is not known"),
         (-15, "stopped", None, "stopped as asked"),
         (-9, "memory", None, "the memory guard, before the machine stalls: 1 MiB left"),
     ],
 )
 def test_an_end_in_words(code: int | None, why: str, killed: bool | None, words: str) -> None:
-    assert words in oom.explain(code, why, killed, "1 MiB left")
+    assert words in describe_end(code, why, killed, "1 MiB left")
 
 
 def test_kills_by_the_kernel_are_counted_in_both_kinds_of_control_group(tmp_path: Path) -> None:
@@ -133,9 +141,9 @@ def test_kills_by_the_kernel_are_counted_in_both_kinds_of_control_group(tmp_path
         group.write_text(text)
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).write_text("low 0\noom_kill 3\n")
-        assert oom.cgroup_kills(group, tmp_path) == 3
-    assert oom.cgroup_kills(tmp_path / "none", tmp_path) == 0
-    assert oom.KILLED.findall(b"Out of memory: Killed process 12 (llama-server) x") == [b"12"]
+        assert cgroup_kills(group, tmp_path) == 3
+    assert cgroup_kills(tmp_path / "none", tmp_path) == 0
+    assert KILLED.findall(b"Out of memory: Killed process 12 (llama-server) x") == [b"12"]
 
 
 def test_a_tail_gives_whole_lines_and_survives_truncation(tmp_path: Path) -> None:
