@@ -285,8 +285,8 @@ class _Server:
                 # Up to here: what an engine says while it is stopped is no fault of the patch.
                 ctx.clock.sleep(SETTLE_S)
                 _copy(wanted.folder, log)
-                if ready.link:
-                    ready.link.close()
+                if ready.connection:
+                    ready.connection.close()
             except SERVES as error:
                 problem = _problem(error, heard)
                 record.finish(f"measured: {error.what}", exit_code=error.exit_code)

@@ -9,7 +9,7 @@ from typing import Any
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, NotFound, UsageError
 from bakehouse.redact import clean
-from bakehouse.serve.control import Seen, folders
+from bakehouse.serve.control import ServerStatus, folders
 
 
 def server_name(recipe: str, instance: str) -> str:
@@ -48,7 +48,7 @@ def folder_of(ctx: Context, recipe: str) -> Path:
         ) from error  # fmt: skip
 
 
-def as_data(seen: Seen) -> dict[str, Any]:
+def as_data(seen: ServerStatus) -> dict[str, Any]:
     """Plain data of one server, for JSON."""
     state = seen.state
     data: dict[str, Any] = {
@@ -77,7 +77,7 @@ def as_data(seen: Seen) -> dict[str, Any]:
     }
 
 
-def line(seen: Seen) -> str:
+def line(seen: ServerStatus) -> str:
     """One server in one line, for people."""
     data = as_data(seen)
     if seen.word in {"running", "starting"}:

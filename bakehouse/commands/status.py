@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from bakehouse.commands.servers import as_data, folder_of, line
 from bakehouse.context import Context
 from bakehouse.outcome import Outcome
-from bakehouse.serve.containers import hanging
-from bakehouse.serve.control import folders, look, unasked
+from bakehouse.serve.containers import recent_timeout
+from bakehouse.serve.control import engine_error, folders, look
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     )
     seen = [look(folder) for folder in wanted]
     text = "\n".join(line(one) for one in seen) or "no server runs, and none has run yet"
-    unseen = hanging()
+    unseen = recent_timeout()
     if unseen:
         text += f"\nnot looked for, containers that left no folder: {unseen.what}"
     unclear = next(((one, one.error) for one in seen if one.error), None)
@@ -36,5 +36,5 @@ def run(ctx: Context, options: Options) -> Outcome:
         "servers": [as_data(one) for one in seen],
         "unseen": unseen.what if unseen else None,
     }
-    error = unasked(*unclear, "see what is said of each server") if unclear else None
+    error = engine_error(*unclear, "see what is said of each server") if unclear else None
     return Outcome(result=result, text=text, error=error)

@@ -17,9 +17,9 @@ from bakehouse.recipe.load import find, load
 from bakehouse.records.store import Run
 from bakehouse.redact import clean, without_credentials
 from bakehouse.resolve import lock_path, read_lock
-from bakehouse.serve.control import look, unasked
+from bakehouse.serve.control import engine_error, look
 from bakehouse.serve.launch import kept_key
-from bakehouse.serve.proof import Running, running
+from bakehouse.serve.proof import ServerHandle
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Target:
     recipe: str | None
     secrets: tuple[str, ...] = ()
     """Names of the variables whose values are hidden."""
-    server: Running | None = None
+    server: ServerHandle | None = None
     """Where it is ours: who has to be the one that answers."""
     known: Known | None = None
     """Where it is ours and locked: the model that it serves."""
@@ -83,7 +83,7 @@ def _ours(ctx: Context, which: Which, *, golden: bool) -> Target:
     seen = look(folder)
     state = seen.state
     if seen.error:
-        raise unasked(seen, seen.error, "nothing was asked of it")
+        raise engine_error(seen, seen.error, "nothing was asked of it")
     if seen.word == "paused":
         raise NotHealthy(
             f"'{name}' is paused: {seen.trouble}", where=str(folder), id="paused",
@@ -98,7 +98,7 @@ def _ours(ctx: Context, which: Which, *, golden: bool) -> Target:
             hint=f"invoke serve --recipe {which.recipe}{_instance_flag(which)} starts it",
         )
     key = kept_key(folder)
-    server = running(folder, state, recipe.engine, key)
+    server = ServerHandle.of(folder, state, recipe.engine, key)
     context = recipe.serve.context
     endpoint = Endpoint(
         server.url, recipe.name, server.headers, recipe.engine,

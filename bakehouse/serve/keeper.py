@@ -32,7 +32,7 @@ from bakehouse.ports.guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, desc
 from bakehouse.serve import state
 from bakehouse.serve.guard import SLOW_S, Guard, OomWatch, Sensor, describe_end
 from bakehouse.serve.processes import Process, end
-from bakehouse.serve.state import Ended, Spec, State
+from bakehouse.serve.state import Ended, ServerState, SupervisorInput
 from bakehouse.serve.watch import LogWatch
 
 LEFTOVERS_S = 2.0
@@ -54,15 +54,15 @@ KILL_CONTAINER = signal.SIGUSR1
 """Tells the follower to kill its container at once."""
 
 
-class Keeper:
+class Supervisor:
     """Runs one server from its start until its end is recorded."""
 
     def __init__(self, folder: Path, control: socket.socket) -> None:
         self.folder = folder
         self.control: socket.socket | None = control
         self.heard = b""
-        self.spec = Spec.from_json(self._line(wait=True))
-        self.state: State = self.spec.state
+        self.spec = SupervisorInput.from_json(self._line(wait=True))
+        self.state: ServerState = self.spec.state
         self.child = 0
         self.status: int | None = None
         self.why: str | None = None
@@ -390,7 +390,7 @@ def main() -> None:
         os._exit(0)
     os.setsid()
     os.chdir("/")
-    Keeper(folder, socket.socket(fileno=fd)).run()
+    Supervisor(folder, socket.socket(fileno=fd)).run()
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from bakehouse.probe.types import Endpoint, Known
 from bakehouse.progress import Silent
 from bakehouse.recipe.gate import Probe
 from bakehouse.records.model import Answer
-from bakehouse.serve.bring import watched
+from bakehouse.serve.bring import log_since_proof
 from bakehouse.serve.control import look
-from bakehouse.serve.proof import Running, identity
+from bakehouse.serve.proof import ServerHandle, identity
 from bakehouse.serve.stall import counters, progress, stalled
 
 STALL_S = 120.0
@@ -30,7 +30,7 @@ class Watched:
 
     endpoint: Endpoint
     probe: Probe
-    server: Running | None = None
+    server: ServerHandle | None = None
     """Where it is ours."""
     known: Known | None = None
     stall: float = STALL_S
@@ -135,7 +135,7 @@ class Rounds:
         self._baseline = baseline
         return proof.summary
 
-    def _is_ours(self, server: Running) -> None:
+    def _is_ours(self, server: ServerHandle) -> None:
         """Judge that what was proven still runs, answers, and logs nothing grave."""
         seen = look(server.folder)
         state = seen.state
@@ -146,7 +146,7 @@ class Rounds:
                 hint="invoke serve starts it again; --on-failure restart would have",
             )  # fmt: skip
         self._checks += identity(self._ctx, server)
-        self._checks.append(watched(server.folder, state.findings))
+        self._checks.append(log_since_proof(server.folder, state.findings))
         if missing := not_passed(self._checks):
             one = missing[0]
             silent = one.id == "log-since-proof" and one.observed.startswith("silent")

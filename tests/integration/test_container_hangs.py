@@ -46,7 +46,7 @@ def test_a_hanging_engine_is_told_and_nothing_is_guessed(
     if task == "status":
         (seen,) = document["result"]["servers"]
         assert (seen["status"], seen["ended"]) == ("unclear", None)
-        assert "nobody can say" in seen["trouble"] or "may still be there" in seen["trouble"]
+        assert "is not known" in seen["trouble"] or "may still exist" in seen["trouble"]
     assert read(house.server()) == before
     assert look(house.server()).word == ("orphaned" if crashed else "running")
     assert house.call("stop")[0] == 0

@@ -67,7 +67,7 @@ def test_a_server_that_eats_memory_is_stopped_before_it_is_proven(
 
     with pytest.raises(NotHealthy):
         bring_up(context, wanted, until_gone, notes)
-    state = states.read(wanted.settings.folder)
+    state = states.read(wanted.folder)
     assert state is not None
     assert state.ended is not None
     assert state.ended.why == "memory"
@@ -75,7 +75,7 @@ def test_a_server_that_eats_memory_is_stopped_before_it_is_proven(
     said = notes.facts["memory_guard"]
     assert isinstance(said, list)
     assert said[-1]["kind"] == "stop"
-    assert said[-1]["figures"]["available"] < wanted.settings.guard.warn  # type: ignore[union-attr]
+    assert said[-1]["figures"]["available"] < wanted.guard.warn  # type: ignore[union-attr]
     assert said[-1]["at"]
 
 

@@ -15,8 +15,9 @@ from bakehouse.engines.counters import read_counters
 from bakehouse.errors import NotHealthy
 from bakehouse.probe.prove import prove
 from bakehouse.recipe.gate import Probe
-from bakehouse.serve.bring import Order, bring_up
+from bakehouse.serve.bring import bring_up
 from bakehouse.serve.control import folders, look, stop
+from bakehouse.serve.launch import ServerSpec
 from bakehouse.serve.proof import Prove
 from tests.support.serving import Notes, agree, left_of, order
 
@@ -52,8 +53,8 @@ def notes(tmp_path: Path) -> Notes:
 
 
 @pytest.fixture
-def real(context: Context, llama_server: Path, smollm2: Path) -> Callable[..., Order]:
-    def make(*flags: str, **serve: object) -> Order:
+def real(context: Context, llama_server: Path, smollm2: Path) -> Callable[..., ServerSpec]:
+    def make(*flags: str, **serve: object) -> ServerSpec:
         command = (str(llama_server), "-m", str(smollm2), "-c", "1024", "-t", "2", *flags)
         return order(context, command=command, model=str(smollm2), ready=60.0, **serve)  # type: ignore[arg-type]
 
@@ -66,7 +67,7 @@ def questions(context: Context) -> Prove:
 
 
 def test_it_is_served_proven_and_proven_again(
-    context: Context, notes: Notes, real: Callable[..., Order], questions: Prove
+    context: Context, notes: Notes, real: Callable[..., ServerSpec], questions: Prove
 ) -> None:
     wanted = real("-fa", "on", slots=2)
     ready = bring_up(context, wanted, questions, notes)
@@ -90,14 +91,14 @@ def test_it_is_served_proven_and_proven_again(
 
 
 def test_speculation_that_is_asked_for_is_on(
-    context: Context, notes: Notes, real: Callable[..., Order]
+    context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     bring_up(context, real("--spec-type", "ngram-simple"), agree, notes)
     assert next(c for c in notes.seen if c.id == "speculation").observed == "true"
 
 
 def test_speculation_without_a_drafter_is_seen(
-    context: Context, notes: Notes, real: Callable[..., Order]
+    context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     with pytest.raises(NotHealthy):
         bring_up(context, real("--spec-type", "draft-simple"), agree, notes)
@@ -107,7 +108,7 @@ def test_speculation_without_a_drafter_is_seen(
 
 
 def test_a_drafter_without_a_mode_is_seen(
-    context: Context, notes: Notes, real: Callable[..., Order], smollm2: Path
+    context: Context, notes: Notes, real: Callable[..., ServerSpec], smollm2: Path
 ) -> None:
     with pytest.raises(NotHealthy) as caught:
         bring_up(context, real("-md", str(smollm2)), agree, notes)
@@ -115,14 +116,14 @@ def test_a_drafter_without_a_mode_is_seen(
 
 
 def test_layers_on_a_gpu_that_is_not_there(
-    context: Context, notes: Notes, real: Callable[..., Order]
+    context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     with pytest.raises(NotHealthy):
         bring_up(context, real("-ngl", "99"), agree, notes)
     assert "gpu-layers" in {c.id for c in notes.seen if not c.passed}
 
 
-def test_a_key_guards_it(context: Context, notes: Notes, real: Callable[..., Order]) -> None:
+def test_a_key_guards_it(context: Context, notes: Notes, real: Callable[..., ServerSpec]) -> None:
     ready = bring_up(context, real(key="sekret-key-1"), agree, notes)
     assert context.http.ask("GET", f"{ready.server.url}/v1/models").status == 401
     assert next(c for c in notes.seen if c.id == "key").passed
@@ -132,7 +133,7 @@ def test_a_key_guards_it(context: Context, notes: Notes, real: Callable[..., Ord
 
 
 def test_the_users_own_settings_do_not_reach_it(
-    context: Context, notes: Notes, real: Callable[..., Order], tmp_path: Path,
+    context: Context, notes: Notes, real: Callable[..., ServerSpec], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     config = tmp_path / ".config" / "llama.cpp"
@@ -152,7 +153,11 @@ def test_the_users_own_settings_do_not_reach_it(
     ],
 )
 def test_what_it_cannot_do_is_said_with_the_line_of_its_log(
-    context: Context, notes: Notes, real: Callable[..., Order], flags: tuple[str, ...], words: str
+    context: Context,
+    notes: Notes,
+    real: Callable[..., ServerSpec],
+    flags: tuple[str, ...],
+    words: str,
 ) -> None:
     with pytest.raises(NotHealthy) as caught:
         bring_up(context, real(*flags), agree, notes)
@@ -161,7 +166,7 @@ def test_what_it_cannot_do_is_said_with_the_line_of_its_log(
 
 
 def test_a_fixed_port_is_used_and_a_second_server_on_it_is_refused(
-    context: Context, notes: Notes, real: Callable[..., Order]
+    context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -172,7 +177,7 @@ def test_a_fixed_port_is_used_and_a_second_server_on_it_is_refused(
 
 
 def test_killed_it_is_recorded_as_killed(
-    context: Context, notes: Notes, real: Callable[..., Order]
+    context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     ready = bring_up(context, real(), agree, notes)
     ready.server.process.send(signal.SIGKILL)

@@ -25,8 +25,9 @@ from bakehouse.probe.types import Endpoint, Proof
 from bakehouse.recipe.gate import Probe
 from bakehouse.records.model import Answer
 from bakehouse.serve import state as states
-from bakehouse.serve.bring import Order, Ready, bring_up
+from bakehouse.serve.bring import VerifiedServer, bring_up
 from bakehouse.serve.control import folders, look, stop
+from bakehouse.serve.launch import ServerSpec
 from tests.support.serving import Notes, agree, asking, left_of, order, proof
 
 pytestmark = pytest.mark.integration
@@ -48,14 +49,14 @@ def notes(tmp_path: Path) -> Notes:
 
 
 def refused(
-    ctx: Context, notes: Notes, wanted: Order, kind: type[BakehouseError] = NotHealthy,
+    ctx: Context, notes: Notes, wanted: ServerSpec, kind: type[BakehouseError] = NotHealthy,
     path: str = "",
 ) -> tuple[str, BakehouseError]:  # fmt: skip
     """Serve in vain; give the id of the first check that did not pass, and the error."""
     with pytest.raises(kind) as caught:
         bring_up(ctx, wanted, asking(ctx, path) if path else agree, notes)
     assert not left_of(ctx)
-    state = states.read(wanted.settings.folder)
+    state = states.read(wanted.folder)
     assert state is not None
     assert state.phase == "ended"
     assert (notes.folder / "server.log").exists()
@@ -139,7 +140,7 @@ def test_a_program_that_is_not_there(context: Context, notes: Notes) -> None:
 def test_a_server_that_is_never_healthy_meets_the_deadline(context: Context, notes: Notes) -> None:
     id_, error = refused(context, notes, order(context, "never", "talks", ready=1.0, stall=30))
     assert id_ == "health"
-    assert "in time" in error.what
+    assert "not healthy within 1 s" in error.what
     assert "HTTP 503" in next(c.observed for c in error.checks)
 
 
@@ -164,9 +165,9 @@ def test_health_is_noticed_within_a_tenth_of_a_second(context: Context, notes: N
             return proof()
 
         bring_up(context, wanted, note, notes)
-        log = (wanted.settings.folder / "server.log").read_text()
+        log = (wanted.folder / "server.log").read_text()
         lags[-1] -= float(log.split("healthy from ")[1].split()[0])
-        stop(wanted.settings.folder)
+        stop(wanted.folder)
     asking_about_features = 0.1
     assert min(lags) < 0.1 + asking_about_features
 
@@ -294,7 +295,7 @@ def test_a_taken_port_is_refused_before_launch(
     assert f"port {port} is taken" in caught.value.what
     assert f"process {os.getpid()}: " in str(caught.value.where)
     assert not left_of(context)
-    assert not (wanted.settings.folder / "server.log").exists()
+    assert not (wanted.folder / "server.log").exists()
 
 
 def test_a_server_that_ignores_term_and_its_stray_child_are_ended(
@@ -303,11 +304,11 @@ def test_a_server_that_ignores_term_and_its_stray_child_are_ended(
     wanted = order(context, "ignore-term", "stray", stop_timeout=0.5)
     bring_up(context, wanted, agree, notes)
     assert len(left_of(context)) == 3  # keeper, server, stray
-    stopped = stop(wanted.settings.folder)
+    stopped = stop(wanted.folder)
     assert stopped.killed
     assert "ignored TERM" in stopped.says
     assert not left_of(context)
-    again = stop(wanted.settings.folder)
+    again = stop(wanted.folder)
     assert not again.ran
 
 
@@ -363,7 +364,7 @@ run = Path({run!r})
 try:
     ready = bring_up(ctx, order(ctx, "stray", foreground={foreground}), slowly, Notes(run))
     print("again" if ready.again else "ready", flush=True)
-    if ready.link:
+    if ready.connection:
         time.sleep(60)
 except KeyboardInterrupt:
     sys.exit(130)
@@ -448,7 +449,7 @@ def test_other_settings_are_refused_while_it_runs(context: Context, notes: Notes
 
 def test_a_running_server_that_turned_wrong_is_stopped(context: Context, notes: Notes) -> None:
     ready = bring_up(context, order(context), agree, notes)
-    assert isinstance(ready, Ready)
+    assert isinstance(ready, VerifiedServer)
     with suppress(Exception):
         context.http.ask("GET", f"{ready.server.url}/sicken")
     with pytest.raises(NotHealthy):
@@ -535,7 +536,7 @@ def test_a_proof_that_cannot_be_kept_is_none(context: Context, notes: Notes) -> 
             stack.enter_context(unwritable(context.places.servers / "fake"))
             return proof()
 
-        with pytest.raises(NotHealthy, match="could not be written down"):
+        with pytest.raises(NotHealthy, match="could not be recorded"):
             bring_up(context, order(context), fill, notes)
         assert not left_of(context)
 

@@ -94,7 +94,7 @@ def beside(ctx: Context, *faults: str) -> str:
     """Serve a second instance of the recipe, called b."""
     wanted = order(ctx, "varied", *faults)
     folder = ctx.places.servers / "fake@b"
-    wanted = replace(wanted, settings=replace(wanted.settings, folder=folder))
+    wanted = replace(wanted, folder=folder)
     bring_up(ctx, wanted, agree, Notes(ctx.places.runs))
     state = look(folder).state
     assert state is not None

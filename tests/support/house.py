@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bakehouse.serve.control import look
-from bakehouse.serve.state import State, read
+from bakehouse.serve.state import ServerState, read
 from tests.support.boxed import House, opened
 from tests.support.docker_engine import Engine
 
@@ -32,7 +32,7 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.1)
 
 
-def crash(house: House) -> State:
+def crash(house: House) -> ServerState:
     """Kill keeper and follower before either can clean up; give the state as it was."""
     state = read(house.server())
     assert state

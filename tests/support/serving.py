@@ -18,11 +18,10 @@ from bakehouse.probe.types import Endpoint, Proof, SuiteProof
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
 from bakehouse.records.model import Answer, SuiteRecord, SuiteVerdict
-from bakehouse.serve.bring import Order, identity_digest
+from bakehouse.serve.bring import identity_digest
 from bakehouse.serve.guard import Bounds
-from bakehouse.serve.launch import Settings
+from bakehouse.serve.launch import ServerSpec
 from bakehouse.serve.processes import marked
-from bakehouse.serve.ready import Limits
 
 FAKE = Path(__file__).with_name("fakeserver.py")
 
@@ -94,7 +93,7 @@ def order(
     key: str | None = None,
     foreground: bool = False,
     **serve: Any,
-) -> Order:
+) -> ServerSpec:
     if command is None:
         command = (sys.executable, "-S", str(FAKE), "-m", model)
         command += tuple(part for fault in faults for part in ("--fault", fault))
@@ -102,11 +101,10 @@ def order(
         serve["api_key"] = {"env": "KEY"}
     plan, asked, wanted = make_plan(ctx, command, model, name, **serve)
     folder = ctx.places.servers / name
-    settings = Settings(
-        folder, folder.parent, identity_digest(plan), "llama.cpp", wanted.serve.stop_timeout,
-        guard, key,
+    return ServerSpec(
+        plan, asked, folder, folder.parent, identity_digest(plan), "llama.cpp",
+        wanted.serve.stop_timeout, ready, stall, guard, key, foreground=foreground,
     )  # fmt: skip
-    return Order(plan, asked, settings, Limits(ready, stall), foreground=foreground)
 
 
 def proof(*checks: Check, verdict: Verdict = Verdict.PASSED) -> Proof:

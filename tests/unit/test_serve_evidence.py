@@ -14,7 +14,7 @@ from bakehouse.engines.llamacpp import evidence
 from bakehouse.engines.llamacpp.server import Features
 from bakehouse.errors import BakehouseError
 from bakehouse.serve.processes import Process
-from bakehouse.serve.proof import Evidence, Running, _stage, signature_check
+from bakehouse.serve.proof import ServerHandle, VerificationResult, signature_check
 from bakehouse.signatures import exit_code, scan
 
 MODELS = {
@@ -145,7 +145,7 @@ def test_what_a_log_line_comes_to(line: str, diagnosed: int, served: int, tmp_pa
     """
     (tmp_path / "server.log").write_text(f"{line}\n")
     assert exit_code(scan([line], engine="llama.cpp")) == diagnosed
-    server = Running(tmp_path, Process(1, 1), "n", "127.0.0.1", 1, "llama.cpp")
+    server = ServerHandle(tmp_path, Process(1, 1), "n", "127.0.0.1", 1, "llama.cpp")
     with pytest.raises(BakehouseError) as error:
-        _stage(server, Evidence(), [signature_check([line], "llama.cpp")])
+        VerificationResult().add(server, [signature_check([line], "llama.cpp")])
     assert error.value.exit_code == served

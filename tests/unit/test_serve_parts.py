@@ -25,7 +25,7 @@ from bakehouse.serve.processes import (
 )
 from bakehouse.serve.proof import url_of
 from bakehouse.serve.ready import IdleTimer, is_server_output
-from bakehouse.serve.state import Ended, Spec, State
+from bakehouse.serve.state import Ended, ServerState, SupervisorInput
 from bakehouse.serve.watch import Tail
 
 TABLE = """\
@@ -171,8 +171,8 @@ def test_a_process_is_more_than_its_number() -> None:
     assert start_time(2**22 + 1) is None
 
 
-def state() -> State:
-    return State(
+def state() -> ServerState:
+    return ServerState(
         name="n", nonce="0123456789abcdef", phase="ended", boot="b", argv=("a", "b"),
         host="::1", port=1, plan="p", started="s", stop_timeout=2.0, keeper=Process(5, 6),
         ended=Ended("t", "exited", 0, "says"), findings=({"id": "x"},),
@@ -187,8 +187,8 @@ def test_a_state_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert states.read(folder) == state()
     assert states.path(folder).stat().st_mode & 0o777 == 0o600
     assert [f.name for f in folder.iterdir()] == ["state.json"]
-    spec = Spec(state(), {"A": "b"}, "/", Bounds(2, 1, 0.5, 3), "llama.cpp")
-    assert Spec.from_json(spec.to_json()) == spec
+    spec = SupervisorInput(state(), {"A": "b"}, "/", Bounds(2, 1, 0.5, 3), "llama.cpp")
+    assert SupervisorInput.from_json(spec.to_json()) == spec
 
 
 @pytest.mark.parametrize(
