@@ -138,8 +138,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         record.fact("loading_seconds", round(ready.loading, 3))
         record.fact("proving_seconds", round(ready.proving, 3))
         record.finish(f"READY at {ready.server.url}: {ready.evidence.summary}")
-    told = tuple(one.line() for one in unsound)
-    outcome = _outcome(ctx, wanted, ready, record.record, told)
+    outcome = _outcome(ctx, wanted, ready, record.record, [one.line() for one in unsound])
     return _watch(ctx, options, outcome) if options.watch else outcome
 
 
@@ -197,10 +196,11 @@ def wanted_server(
 def prepare(ctx: Context, wanted: Wanted, options: Options, record: Run) -> Wanted:
     """Fetch and build; return what can be launched. Raises as `run` does."""
     risk = options.accept_memory_risk
-    _early(ctx, wanted, record, risk)
+    gpus = _compute_capabilities(ctx, wanted)
+    _early(ctx, wanted, record, risk, gpus)
     weights = ensure_weights(ctx, wanted.loaded, wanted.lock)
     files = {role: paths.files for role, paths in weights.items()}
-    _admit(ctx, wanted, files, record, risk)
+    _admit(ctx, wanted, files, record, risk, gpus)
     if isinstance(wanted.build, ImagePlan):
         return wanted.of(ensure_image(ctx, wanted.loaded, wanted.lock, wanted.build, record))
     survey(ctx, wanted.recipe, wanted.lock, make=True)
@@ -218,7 +218,7 @@ def bring(
     return bring_up(ctx, spec, lambda endpoint: questions(endpoint, known), record)
 
 
-def _early(ctx: Context, wanted: Wanted, record: Run, risk: str) -> None:
+def _early(ctx: Context, wanted: Wanted, record: Run, risk: str, gpus: Sequence[str]) -> None:
     """Refuse early what cannot work, before a fetch and a build that may take hours.
 
     That is a taken port, a combination known to be bad, weights larger than all memory.
@@ -226,7 +226,7 @@ def _early(ctx: Context, wanted: Wanted, record: Run, risk: str) -> None:
     alive = look(wanted.folder).alive
     if not alive:
         refuse_taken(wanted.plan.host, wanted.plan.port)
-    _known_bad(ctx, wanted, record)
+    _known_bad(ctx, wanted, record, gpus)
     refuse_offline(ctx, wanted.lock)
     if not alive and not risk:
         found = locate(ctx.places, wanted.loaded.folder, wanted.recipe, wanted.lock)
@@ -234,19 +234,22 @@ def _early(ctx: Context, wanted: Wanted, record: Run, risk: str) -> None:
         refuse_by_size(ctx, wanted.recipe, wanted.lock, wanted.plan.argv, files=files)
 
 
+def _compute_capabilities(ctx: Context, wanted: Wanted) -> list[str]:
+    """Return those of this machine's GPUs; none if the server does not use a GPU."""
+    box, build = wanted.plan.container, wanted.build
+    on_gpu = build.expected.cuda if isinstance(build, BuildPlan) else box and box.gpus
+    return [gpu.compute_capability for gpu in read_gpus(ctx.processes)] if on_gpu else []
+
+
 def _known_bad(
-    ctx: Context, wanted: Wanted, record: Run, types: frozenset[str] = frozenset()
-) -> None:
+    ctx: Context, wanted: Wanted, record: Run, gpus: Sequence[str],
+    types: frozenset[str] = frozenset(),
+) -> None:  # fmt: skip
     """Refuse or warn about combinations known to be bad; `types` come from the weights' headers."""
     cuda = wanted.build.expected.cuda if isinstance(wanted.build, BuildPlan) else None
-    on_gpu = cuda or (wanted.plan.container and wanted.plan.container.gpus)
-    gpus = [gpu.compute_capability for gpu in read_gpus(ctx.processes)] if on_gpu else []
+    toolkit = cuda.toolkit.version if cuda else None
     found = combinations.known_bad(
-        wanted.loaded,
-        lock=wanted.lock,
-        toolkit=cuda.toolkit.version if cuda else None,
-        capabilities=gpus,
-        types=types,
+        wanted.loaded, lock=wanted.lock, toolkit=toolkit, capabilities=list(gpus), types=types
     )
     combinations.note(ctx, wanted.loaded, found, record)
 
@@ -267,8 +270,9 @@ def _able(ctx: Context, wanted: Wanted, build: BuildPlan, record: Run) -> None:
 
 
 def _admit(
-    ctx: Context, wanted: Wanted, files: Mapping[str, Sequence[str]], record: Run, risk: str
-) -> None:
+    ctx: Context, wanted: Wanted, files: Mapping[str, Sequence[str]], record: Run, risk: str,
+    gpus: Sequence[str],
+) -> None:  # fmt: skip
     """Refuse weights that cannot be served or do not fit, before a build that may take long.
 
     Not if the server runs already: its memory would be counted twice.
@@ -279,7 +283,7 @@ def _admit(
                       risk_accepted=bool(risk))  # fmt: skip
     record.fact("preflight", [check.to_data() for check in admission.checks])
     record.fact("memory", admission.budget.to_data())
-    _known_bad(ctx, wanted, record, admission.types)
+    _known_bad(ctx, wanted, record, gpus, admission.types)
     if risk:
         record.fact("memory_risk_accepted", risk)
 
@@ -355,7 +359,7 @@ def _dry(wanted: Wanted) -> Outcome:
 
 
 def _outcome(
-    ctx: Context, wanted: Wanted, ready: VerifiedServer, record: Path, unsound: tuple[str, ...] = ()
+    ctx: Context, wanted: Wanted, ready: VerifiedServer, record: Path, unsound: list[str]
 ) -> Outcome:
     server, evidence = ready.server, ready.evidence
     stop = f"invoke stop --recipe {wanted.folder.name}"
@@ -378,7 +382,7 @@ def _outcome(
         "log": str(server.log), "stop": stop, "summary": evidence.summary,
         "answers": [a.to_data() for a in evidence.answers],
         "suites": [s.record().to_data() for s in evidence.suites],
-        "unsound_patches": list(unsound),
+        "unsound_patches": unsound,
     }  # fmt: skip
     lines = _stay(ctx, ready.connection) if ready.connection else ()
     return Outcome(result, "\n".join(text), tuple(evidence.checks), lines=lines)

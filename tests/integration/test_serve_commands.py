@@ -152,7 +152,7 @@ def test_wrong_answers_end_with_8_and_no_server(home: Path, invoke: Invoke) -> N
         ({"recipe": "other"}, 3, "other"),
         ({"recipe": "tiny", "locked": True}, 4, "lock"),
         ({}, 2, "--recipe"),
-        ({"recipe": "tiny", "foreground": True}, 2, "do not go together"),
+        ({"recipe": "tiny", "foreground": True}, 2, "--foreground"),
     ],
 )
 def test_what_cannot_be_served(

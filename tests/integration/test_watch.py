@@ -280,7 +280,7 @@ def test_what_another_watch_served_again_is_not_stopped(
 
     outcome = watch(ctx, another_watch, count=3, on_failure="restart")
     assert outcome.result["counts"] == {"right": 2, "busy": 0, "failed": 1}
-    assert outcome.result["actions"] == ["another one has served it again; that one is watched"]
+    assert outcome.result["actions"] == ["somebody else restarted it; watching the new server"]
     assert look(ctx.places.servers / "fake").word == "running"
 
 
@@ -351,7 +351,7 @@ def test_a_stranger_that_does_not_say_who_it_is_fails_the_first_round(
     assert acted.result["counts"] == {"right": 0, "busy": 0, "failed": 2}
     for outcome in (acted, ended):
         assert isinstance(outcome.error, NotHealthy)
-        assert "does not say which models it serves" in outcome.error.what
+        assert "cannot list the server's models" in outcome.error.what
     assert len(ended.result["rounds"]) == 1
 
 
