@@ -1,4 +1,4 @@
-"""How a keeper is started, and that it outlives what it cannot read."""
+"""The supervisor: how it is started, and that it survives a log that cannot be scanned."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from bakehouse.serve.launch import start_keeper
 from bakehouse.serve.state import SupervisorInput
 
 
-def test_a_keeper_finds_whatever_we_can_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_supervisor_can_import_what_we_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages may come from PYTHONPATH, which no child inherits."""
     seen: dict[str, str] = {}
 
@@ -34,7 +32,7 @@ def test_a_keeper_finds_whatever_we_can_import(
     assert found[0] == str(Path(launch.__file__).resolve().parents[2])
 
 
-def test_a_log_that_cannot_be_judged_is_said_once_and_ends_nothing(
+def test_supervisor_reports_once_that_a_log_cannot_be_scanned(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     noted: list[dict[str, Any]] = []
