@@ -56,7 +56,7 @@ def slightly_below(warn: int = 100, stop: int = 200) -> Bounds:
     return Bounds(available - warn * MIB, available - stop * MIB, stall=1.0, swap=0)
 
 
-def test_a_server_that_eats_memory_is_stopped_before_it_is_proven(
+def test_guard_stops_a_server_before_it_is_verified(
     context: Context, notes: Notes
 ) -> None:
     wanted = order(context, "eats=300:3000", guard=slightly_below())
@@ -79,7 +79,7 @@ def test_a_server_that_eats_memory_is_stopped_before_it_is_proven(
     assert said[-1]["at"]
 
 
-def test_a_proven_server_is_warned_about_then_stopped_and_the_record_says_so(
+def test_guard_warns_then_stops_a_verified_server(
     context: Context, notes: Notes
 ) -> None:
     # Far enough away that what others take meanwhile does not reach them before the proof is made.
@@ -99,7 +99,7 @@ def test_a_proven_server_is_warned_about_then_stopped_and_the_record_says_so(
     assert kept == list(state.alarms)
 
 
-def test_a_server_that_takes_its_due_is_left_alone(context: Context, notes: Notes) -> None:
+def test_guard_leaves_a_normal_server_alone(context: Context, notes: Notes) -> None:
     bounds = Bounds(64 * MIB, 32 * MIB, stall=1.0, swap=0)
     bring_up(context, order(context, "eats=500:100", guard=bounds), agree, notes)
     time.sleep(1.0)
@@ -153,7 +153,7 @@ bring_up(ctx, order(ctx, "eats=100:2000", guard=bounds), agree, Notes(Path({run!
 """
 
 
-def test_inside_a_control_group_the_group_s_limit_counts(
+def test_guard_respects_the_limit_of_a_cgroup(
     context: Context, notes: Notes, small_group: Path
 ) -> None:
     text = SERVE.format(

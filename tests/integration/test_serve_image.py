@@ -1,4 +1,4 @@
-"""What runs is the very image that was proven able, whatever its tag has come to mean since."""
+"""A server runs the image that was verified, even if its tag has moved since."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def built(house: House, text: str) -> None:
     house.write(image_more={"mods": [{"folder": str(mod)}]})
 
 
-def test_a_tag_that_is_moved_after_the_proof_changes_nothing(
+def test_image_tag_moved_after_verification_changes_nothing(
     house: House,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -64,7 +64,7 @@ def test_a_tag_that_is_moved_after_the_proof_changes_nothing(
     assert house.engine.cli("exec", "bakehouse-boxed", "cat", "/etc/own") == "one"
 
 
-def test_a_server_of_an_image_that_is_no_longer_the_proven_one_is_another(
+def test_image_rebuilt_is_another_server(
     house: House,
 ) -> None:
     built(house, "one")

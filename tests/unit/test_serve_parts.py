@@ -216,7 +216,8 @@ def test_state_that_was_edited_is_refused(tmp_path: Path) -> None:
 
 OLD_STATE = """{"schema": 1, "name": "n", "nonce": "0123456789abcdef", "phase": "proven",
 "boot": "b", "argv": ["a"], "host": "127.0.0.1", "port": 8000, "plan": "p",
-"started": "2026-01-01T00:00:00+00:00", "stop_timeout": 20.0, "keeper": {"pid": 5, "start": 6}, "server": {"pid": 7, "start": 8},
+"started": "2026-01-01T00:00:00+00:00", "stop_timeout": 20.0,
+"keeper": {"pid": 5, "start": 6}, "server": {"pid": 7, "start": 8},
 "proven": "2026-01-01T00:01:00+00:00", "record": "/r", "foreground": false, "ended": null,
 "findings": [], "container": null, "docker": null, "image": null, "version": null, "alarms": []}"""
 
