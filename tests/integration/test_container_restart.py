@@ -50,7 +50,7 @@ def _answers(engine: Engine) -> bool:
 
 
 @pytest.mark.parametrize("live", [True, False], ids=["live-restore", "stops-all"])
-def test_engine_restart_under_a_follower(docker_engine: Engine, tmp_path: Path, *, live: bool) -> None:
+def test_engine_restart(docker_engine: Engine, tmp_path: Path, *, live: bool) -> None:
     del docker_engine  # its skips are ours
     root = tmp_path / "engine"
     root.mkdir()

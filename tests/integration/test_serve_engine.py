@@ -66,7 +66,7 @@ def questions(context: Context) -> Prove:
     return lambda endpoint: prove(context, endpoint, QUESTIONS)
 
 
-def test_it_is_served_proven_and_proven_again(
+def test_engine_is_served_and_verified_twice(
     context: Context, notes: Notes, real: Callable[..., ServerSpec], questions: Prove
 ) -> None:
     wanted = real("-fa", "on", slots=2)
@@ -90,14 +90,14 @@ def test_it_is_served_proven_and_proven_again(
     assert not stopped.killed
 
 
-def test_speculation_that_is_asked_for_is_on(
+def test_engine_speculation_is_on(
     context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     bring_up(context, real("--spec-type", "ngram-simple"), agree, notes)
     assert next(c for c in notes.seen if c.id == "speculation").observed == "true"
 
 
-def test_speculation_without_a_drafter_is_seen(
+def test_engine_speculation_without_a_drafter(
     context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     with pytest.raises(NotHealthy):
@@ -107,7 +107,7 @@ def test_speculation_without_a_drafter_is_seen(
     assert "draft-simple without -md" in missing.observed
 
 
-def test_a_drafter_without_a_mode_is_seen(
+def test_engine_drafter_without_a_mode(
     context: Context, notes: Notes, real: Callable[..., ServerSpec], smollm2: Path
 ) -> None:
     with pytest.raises(NotHealthy) as caught:
@@ -115,7 +115,7 @@ def test_a_drafter_without_a_mode_is_seen(
     assert "-md without --spec-type" in caught.value.what
 
 
-def test_layers_on_a_gpu_that_is_not_there(
+def test_engine_layers_without_a_gpu(
     context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     with pytest.raises(NotHealthy):
@@ -123,7 +123,9 @@ def test_layers_on_a_gpu_that_is_not_there(
     assert "gpu-layers" in {c.id for c in notes.seen if not c.passed}
 
 
-def test_a_key_guards_it(context: Context, notes: Notes, real: Callable[..., ServerSpec]) -> None:
+def test_engine_checks_the_key(
+    context: Context, notes: Notes, real: Callable[..., ServerSpec]
+) -> None:
     ready = bring_up(context, real(key="sekret-key-1"), agree, notes)
     assert context.http.ask("GET", f"{ready.server.url}/v1/models").status == 401
     assert next(c for c in notes.seen if c.id == "key").passed
@@ -132,7 +134,7 @@ def test_a_key_guards_it(context: Context, notes: Notes, real: Callable[..., Ser
     assert not (ready.server.folder / "api-key").exists()
 
 
-def test_the_users_own_settings_do_not_reach_it(
+def test_engine_ignores_the_users_own_settings(
     context: Context, notes: Notes, real: Callable[..., ServerSpec], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -152,7 +154,7 @@ def test_the_users_own_settings_do_not_reach_it(
         (("-m", "/nowhere/x.gguf"), "failed to open GGUF file"),
     ],
 )
-def test_what_it_cannot_do_is_said_with_the_line_of_its_log(
+def test_engine_errors_quote_its_log(
     context: Context,
     notes: Notes,
     real: Callable[..., ServerSpec],
@@ -165,7 +167,7 @@ def test_what_it_cannot_do_is_said_with_the_line_of_its_log(
     assert words in str(caught.value.where)
 
 
-def test_a_fixed_port_is_used_and_a_second_server_on_it_is_refused(
+def test_engine_fixed_port_is_refused_to_a_second_server(
     context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -176,7 +178,7 @@ def test_a_fixed_port_is_used_and_a_second_server_on_it_is_refused(
     bring_up(context, real(port=port), agree, notes)
 
 
-def test_killed_it_is_recorded_as_killed(
+def test_engine_killed_is_recorded(
     context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     ready = bring_up(context, real(), agree, notes)
