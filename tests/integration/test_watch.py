@@ -371,7 +371,7 @@ def test_watch_refuses_bad_flags(ctx: Context) -> None:
             accepted.append((one, run(ctx, Options(**{"recipe": "fake", **one}))))
     for one in ({"watch": "soon"}, {"watch": "1m", "foreground": True}):
         with suppress(UsageError):
-            accepted.append((one, serve.run(ctx, serve.Options("fake", **one))))  # type: ignore[arg-type]
+            accepted.append((one, serve.run(ctx, serve.Options("fake", **one))))
     assert accepted == []
 
 

@@ -126,7 +126,9 @@ def test_end_is_described() -> None:
         (-15, "stopped", None, "stopped as asked"),
         (-9, "memory", None, "the memory guard, before the machine stalls: 1 MiB left"),
     ]
-    got = [(words, describe_end(*row, "1 MiB left")) for *row, words in rows]
+    got = [
+        (words, describe_end(code, why, killed, "1 MiB left")) for code, why, killed, words in rows
+    ]
     assert [one for one in got if one[0] not in one[1]] == []
 
 
