@@ -363,7 +363,7 @@ def _outcome(
 ) -> Outcome:
     server, evidence = ready.server, ready.evidence
     stop = f"invoke stop --recipe {wanted.folder.name}"
-    how = "verified again" if ready.again else f"loaded in {ready.loading:.1f} s, verified"
+    how = "proven again" if ready.again else f"loaded in {ready.loading:.1f} s, proven"
     text = [
         *answer_lines(evidence.answers),
         evidence.summary,

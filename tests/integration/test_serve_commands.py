@@ -18,6 +18,7 @@ import pytest
 from bakehouse import cli
 from bakehouse.commands import serve as serve_command
 from bakehouse.places import Places
+from bakehouse.resolve import lock_path
 from bakehouse.serve.control import folders, look, stop
 from bakehouse.serve.processes import marked
 from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
@@ -155,10 +156,10 @@ def test_serve_refuses_bad_flags(home: Path, invoke: Invoke) -> None:
     ]
     got = []
     for options, _, words in rows:
-        if "host" in options or "port" in options:
+        if "locked" in options:
+            lock_path(home / "tiny.yaml").unlink()
+        elif options.get("recipe") == "tiny":
             assert invoke("lock", recipe="tiny")[0] == 0
-        else:
-            (home / "tiny.lock").unlink(missing_ok=True)
         found, said, _ = invoke("serve", **options)
         got.append((options, found, words in str(said["error"]) and words))
     assert got == rows
