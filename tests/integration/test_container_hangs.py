@@ -13,6 +13,7 @@ from bakehouse import cli
 from bakehouse.errors import HostError
 from bakehouse.ports.docker import ContainerSpec
 from bakehouse.ports.docker_engine import RealDocker
+from bakehouse.serve import containers
 from bakehouse.serve.control import look
 from bakehouse.serve.state import read
 from tests.support.boxed import House
@@ -26,28 +27,28 @@ SOON_S = 9.0
 
 
 @pytest.mark.parametrize("crashed", [False, True], ids=["followed", "left-over"])
-@pytest.mark.parametrize("task", ["status", "probe", "stop", "serve"])
-def test_hanging_engine_is_reported_and_nothing_changes(
-    house: House, task: str, *, crashed: bool
-) -> None:
+def test_hanging_engine_is_reported_and_nothing_changes(house: House, *, crashed: bool) -> None:
     code, document, _ = house.serve()
     assert code == 0, document["error"]
     if crashed:
         crash(house)
     before = read(house.server())
     with house.engine.hanging():
-        began = time.monotonic()
-        code, document, _ = house.call(task)
-        took = time.monotonic() - began
-    assert (code, document["error"]["id"]) == (9, "docker-timeout"), document["error"]
-    assert "does not answer in time" in document["error"]["what"]
-    assert "journalctl" in document["error"]["hint"]
-    assert took < SOON_S
-    if task == "status":
-        (seen,) = document["result"]["servers"]
-        assert (seen["status"], seen["ended"]) == ("unclear", None)
-        assert "is not known" in seen["trouble"] or "may still exist" in seen["trouble"]
-    assert read(house.server()) == before
+        for task in ("status", "probe", "stop", "serve"):
+            containers._timeouts.clear()  # each task is a process of its own
+            began = time.monotonic()
+            code, document, _ = house.call(task)
+            took = time.monotonic() - began
+            assert (task, code, document["error"]["id"]) == (task, 9, "docker-timeout")
+            assert "does not answer in time" in document["error"]["what"]
+            assert "journalctl" in document["error"]["hint"]
+            assert took < SOON_S, task
+            assert read(house.server()) == before
+            if task == "status":
+                (seen,) = document["result"]["servers"]
+                assert (seen["status"], seen["ended"]) == ("unclear", None)
+                assert "is not known" in seen["trouble"] or "may still exist" in seen["trouble"]
+    containers._timeouts.clear()
     assert look(house.server()).word == ("orphaned" if crashed else "running")
     assert house.call("stop")[0] == 0
 

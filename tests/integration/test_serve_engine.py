@@ -147,24 +147,17 @@ def test_engine_ignores_the_users_own_settings(
     assert next(c for c in notes.seen if c.id == "context").observed == "1024 (1024)"
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
+def test_engine_errors_quote_its_log(
+    context: Context, notes: Notes, real: Callable[..., ServerSpec]
+) -> None:
+    for flags, words in (
         (("--no-such-flag",), "invalid argument"),
         (("-m", "/nowhere/x.gguf"), "failed to open GGUF file"),
-    ],
-)
-def test_engine_errors_quote_its_log(
-    context: Context,
-    notes: Notes,
-    real: Callable[..., ServerSpec],
-    flags: tuple[str, ...],
-    words: str,
-) -> None:
-    with pytest.raises(NotHealthy) as caught:
-        bring_up(context, real(*flags), agree, notes)
-    assert "exited by itself with 1" in caught.value.what
-    assert words in str(caught.value.where)
+    ):
+        with pytest.raises(NotHealthy) as caught:
+            bring_up(context, real(*flags), agree, notes)
+        assert "exited by itself with 1" in caught.value.what
+        assert words in str(caught.value.where)
 
 
 def test_engine_fixed_port_is_refused_to_a_second_server(
