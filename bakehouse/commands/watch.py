@@ -23,7 +23,7 @@ from bakehouse.recipe.scalars import parse_duration
 from bakehouse.records.store import Run
 from bakehouse.redact import clean
 from bakehouse.serve.control import look, stop
-from bakehouse.serve.rounds import STALL_S, Round, Rounds, Watched
+from bakehouse.serve.rounds import STALL_S, Monitor, Round, Watched
 
 KEPT = 500
 """Maximum number of rounds kept in the record, the last ones."""
@@ -180,15 +180,15 @@ class Watch:
         if mismatch := self._patch_mismatch():
             record.fact("other_patches", mismatch)
             self._ctx.progress.say(mismatch)
-        rounds = Rounds(self._ctx, self._watched(record))
+        monitor = Monitor(self._ctx, self._watched(record))
         while True:
-            one = rounds.one()
+            one = monitor.check_once()
             self._add(one, record)
             if one.error:
                 if not self._act(one, record):
                     return
                 if self._parsed.action == "restart":
-                    rounds = Rounds(self._ctx, self._watched(record))
+                    monitor = Monitor(self._ctx, self._watched(record))
             if self._parsed.count and self._total >= self._parsed.count:
                 return
             self._wait(failed=one.error is not None)

@@ -115,7 +115,7 @@ class Alarm:
     messages: tuple[str, ...] = ()
 
     def patience(self, most: float) -> float:
-        """Seconds between TERM and KILL, `most` at most: while it falls, it goes on falling."""
+        """Return the seconds between TERM and KILL, at most `most`: less if memory falls fast."""
         falling = self.figures.get("falling_per_second", 0.0)
         left = self.figures.get("available", 0.0) / falling if falling > 0 else most / PATIENCE
         return min(most, PATIENCE * left)
@@ -127,12 +127,12 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Rates:
-    """How things move. Bytes and seconds a second."""
+    """Rates of change, in bytes or seconds per second; never negative."""
 
     falling: float = 0.0
-    """What is lost a second, over the window and over the last step alike; never negative."""
+    """Memory lost, both over the window and over the last step."""
     steep: float = 0.0
-    """What is lost a second over each of the last two steps; never negative."""
+    """Memory lost over each of the last two steps."""
     swap: float = 0.0
     stall: float = 0.0
     kills: int = 0
@@ -151,14 +151,14 @@ class Guard:
 
     @property
     def interval(self) -> float:
-        """Seconds until the next sample is wanted."""
+        """Seconds until the next sample."""
         if not self.seen:
             return SLOW_S
         soon = self.seen[-1].available - max(self.last.falling, self.last.steep)
         return FAST_S if soon < NEAR * self.bounds.warn else SLOW_S
 
     def look(self, reading: Reading) -> Alarm | None:
-        """Take a reading in; give an alarm where it raises one."""
+        """Judge one more reading; return an alarm, or None."""
         rates = self.last = self._rates(reading)
         self.seen.append(reading)
         while len(self.seen) > 2 and self.seen[1].at < reading.at - WINDOW_S:
@@ -187,7 +187,7 @@ class Guard:
         if not self.seen:
             return Rates()
         first = self.seen[0]
-        # The last step is long enough to mean something: a single burst is over by then.
+        # The last step is long enough for a single burst to be over.
         step = next((r for r in reversed(self.seen) if now.at - r.at >= SHORTEST_S), first)
         span, last = now.at - first.at, now.at - step.at
         kills = max(0, now.kills - self.seen[-1].kills)

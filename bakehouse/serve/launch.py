@@ -206,11 +206,11 @@ def _start(
     folder, nonce, box = spec.folder, start.state.nonce, None
     if not spec.plan.container or not docker:
         states.write(folder, start.state)
-        return SupervisorConnection(folder, nonce, start_keeper(folder, start))
+        return SupervisorConnection(folder, nonce, start_supervisor(folder, start))
     try:
         box, start = _create_container(spec, start, docker, base)
         states.write(folder, start.state)
-        connection = SupervisorConnection(folder, nonce, start_keeper(folder, start))
+        connection = SupervisorConnection(folder, nonce, start_supervisor(folder, start))
     except BaseException as error:
         containers.remove_failed_launch(docker, folder, nonce)
         why = error.what if isinstance(error, BakehouseError) else "its start was interrupted"
@@ -256,7 +256,7 @@ def _python_environment() -> dict[str, str]:
     return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
-def start_keeper(folder: Path, start: SupervisorInput) -> socket.socket:
+def start_supervisor(folder: Path, start: SupervisorInput) -> socket.socket:
     """Start the detached supervisor and send its input; return our end of the connection."""
     ours, theirs = socket.socketpair()
     with theirs, (folder / "keeper.log").open("ab") as log:

@@ -1,4 +1,4 @@
-"""Rounds of a watch: is it still the server that was verified, and is it still right?"""
+"""Monitor of a watch: is it still the server that was verified, and is it still right?"""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Busy(Exception):
     """Nothing can be said now: others use the server."""
 
 
-class Rounds:
+class Monitor:
     """Checks one server, round after round. The first round asks all that later ones sample."""
 
     def __init__(self, ctx: Context, what: Watched) -> None:
@@ -78,7 +78,7 @@ class Rounds:
         self._checks: list[Check] = []
         self._answers: tuple[Answer, ...] = ()
 
-    def one(self) -> Round:
+    def check_once(self) -> Round:
         """Check once. Never raises because of what a server does."""
         clock = self._ctx.clock
         at, began = clock.now(), clock.monotonic()

@@ -293,7 +293,7 @@ def test_container_start_interrupted_before_its_supervisor(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "start_keeper", never)
+        patch.setattr(launch, "start_supervisor", never)
         if not swept:  # killed at once: nothing of ours runs any more
             patch.setattr(containers, "remove_failed_launch", lambda *_: os._exit(9))
         if child := os.fork():

@@ -12,7 +12,7 @@ import pytest
 
 from bakehouse.serve import launch
 from bakehouse.serve.keeper import Supervisor
-from bakehouse.serve.launch import start_keeper
+from bakehouse.serve.launch import start_supervisor
 from bakehouse.serve.state import SupervisorInput
 
 
@@ -26,7 +26,7 @@ def test_supervisor_can_import_what_we_can(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site")])
     monkeypatch.setattr(subprocess, "Popen", popen)
-    start_keeper(tmp_path, cast(SupervisorInput, SimpleNamespace(to_json=lambda: "{}"))).close()
+    start_supervisor(tmp_path, cast(SupervisorInput, SimpleNamespace(to_json=lambda: "{}"))).close()
     found = seen["PYTHONPATH"].split(":")
     assert str(tmp_path / "site") in found
     assert found[0] == str(Path(launch.__file__).resolve().parents[2])
