@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bakehouse.base import digest
-from bakehouse.checks import Check, check, not_passed
+from bakehouse.checks import Check, check
 from bakehouse.context import Context
-from bakehouse.errors import BakehouseError, HostError, Interrupted, NotCorrect, NotHealthy
+from bakehouse.errors import BakehouseError, HostError, Interrupted, NotHealthy
 from bakehouse.plan.types import ServePlan
 from bakehouse.records.model import Answer, SuiteRecord
 from bakehouse.serve.control import ServerStatus, engine_error, look, stop
@@ -127,16 +127,10 @@ def _reverify(
     server = ServerHandle.of(seen.folder, state, spec.engine, spec.key)
     if server.box:  # compare with the image that is verified now: a new build may have changed it
         server = replace(server, box=replace(server.box, image=spec.image))
-    evidence = VerificationResult([log_since_proof(seen.folder, state.findings)])
+    evidence = VerificationResult()
     began = ctx.clock.monotonic()
     try:
-        if missing := not_passed(evidence.checks):
-            silent = state.findings[0]["severity"] == "silent"
-            raise (NotCorrect if silent else NotHealthy)(
-                f"its log shows a fault since its verification: {missing[0].observed}",
-                checks=missing, where=missing[0].where,
-                hint="it was stopped; read its log, then serve it again",
-            )  # fmt: skip
+        evidence.add(server, [log_since_proof(seen.folder, state.findings)])
         prove(ctx, server, spec.asked, questions, evidence)
     except BakehouseError as error:
         if not isinstance(error, Interrupted):

@@ -1,6 +1,6 @@
 """The supervisor: one small process per server. It is the server's parent, and watches it.
 
-`serve.launch` runs it as `python -m THIS_MODULE FOLDER FD`. Over the socket FD it gets, as one JSON
+The launcher runs it as `python -m THIS_MODULE FOLDER FD`. Over the socket FD it gets, as one JSON
 line, what to start, and later that the server is verified. Until then the server ends as soon as
 the other end of the socket closes, for whatever reason: an unverified server never lives on. A TERM
 to the supervisor stops the server. If the supervisor itself is killed, the kernel kills the server

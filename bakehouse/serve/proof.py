@@ -114,11 +114,16 @@ class VerificationResult:
         silent = first.id.startswith("log") and first.observed.startswith("silent")
         cause = first_cause(read_log(server.log), server.engine)
         raise (NotCorrect if silent else NotHealthy)(
-            f"{first.id}: expected {first.expected}; observed {first.observed}",
+            describe_failure(first),
             where=cause.where if cause else first.where,
             hint=(cause.fix if cause else None) or f"the server's log is {server.log}",
             checks=self.checks,
         )
+
+
+def describe_failure(one: Check) -> str:
+    """Describe a check that did not pass."""
+    return f"{one.id}: expected {one.expected}; observed {one.observed}"
 
 
 def prove(

@@ -1,6 +1,6 @@
 """Readiness: wait until a started server is healthy, as long as it shows activity.
 
-A healthy server is not yet READY: `serve.proof` verifies it first.
+A healthy server is not yet READY: it is verified first.
 """
 
 from __future__ import annotations

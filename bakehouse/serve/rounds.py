@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from bakehouse.checks import Check, Verdict, check, not_passed
+from bakehouse.checks import Check, Verdict, check
 from bakehouse.context import Context
 from bakehouse.engines.counters import Counters, read_counters
 from bakehouse.errors import BakehouseError, NotCorrect, NotHealthy
@@ -19,7 +19,7 @@ from bakehouse.recipe.gate import Probe
 from bakehouse.records.model import Answer
 from bakehouse.serve.bring import log_since_proof
 from bakehouse.serve.control import look
-from bakehouse.serve.proof import ServerHandle, identity
+from bakehouse.serve.proof import ServerHandle, VerificationResult, describe_failure, identity
 
 STALL_S = 120.0
 """Seconds that the counters may stand still, unless a recipe says otherwise."""
@@ -117,7 +117,9 @@ class Monitor:
         self._checks += seen.checks
         self._answers = seen.answers
         if bad := wrong(seen.checks):
-            raise NotCorrect(_expected(bad), where=bad.where, hint=SUSPECTS, checks=self._checks)
+            raise NotCorrect(
+                describe_failure(bad), where=bad.where, hint=SUSPECTS, checks=self._checks
+            )
         if seen.problem:
             now = counters(self._ctx, endpoint) if before else None
             seconds = self._ctx.clock.monotonic() - began
@@ -144,15 +146,8 @@ class Monitor:
                 f"the server is gone: {how}", where=str(server.log), id="server-ended",
                 hint="restart it with invoke serve, or watch it with --on-failure restart",
             )  # fmt: skip
-        self._checks += identity(self._ctx, server)
-        self._checks.append(log_since_proof(server.folder, state.findings))
-        if missing := not_passed(self._checks):
-            one = missing[0]
-            silent = one.id == "log-since-proof" and one.observed.startswith("silent")
-            raise (NotCorrect if silent else NotHealthy)(
-                _expected(one), where=one.where, hint=f"the server's log is {server.log}",
-                checks=self._checks,
-            )  # fmt: skip
+        log = log_since_proof(server.folder, state.findings)
+        VerificationResult(self._checks).add(server, [*identity(self._ctx, server), log])
 
     def _deadlock(self, moves: Check) -> NotHealthy:
         return NotHealthy(
@@ -175,10 +170,6 @@ class Monitor:
             f"a question that was answered before is not answered now: {seen.problem}",
             where=self._what.endpoint.url, hint="read the server's log", checks=self._checks,
         )  # fmt: skip
-
-
-def _expected(one: Check) -> str:
-    return f"{one.id}: expected {one.expected}; observed {one.observed}"
 
 
 def counters(ctx: Context, endpoint: Endpoint) -> Counters | None:
