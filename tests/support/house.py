@@ -1,4 +1,4 @@
-"""A house with servers in containers, and what befalls one of them."""
+"""A home with servers in containers, and a crash of one of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def crash(house: House) -> ServerState:
-    """Kill keeper and follower before either can clean up; give the state as it was."""
+    """Kill supervisor and follower before either can clean up; return the state before."""
     state = read(house.server())
     assert state
     assert state.keeper

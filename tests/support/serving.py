@@ -1,4 +1,4 @@
-"""Orders for the fake llama-server and for the real one, and what is left of them."""
+"""Specs of servers, fake and real llama-server, and what is left of them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def recipe(name: str = "fake", serve: dict[str, Any] | None = None, **more: Any)
 def make_plan(
     ctx: Context, command: tuple[str, ...], model: str, name: str = "fake", **serve: Any
 ) -> tuple[ServePlan, Asked, Recipe]:
-    """Plan a server with this very command."""
+    """Plan a server with this command."""
     template = {"command": "{{ vars.command | args }}", "vars": {"command": list(command)}}
     wanted = recipe(name, {**serve, **template})
     lock = Lock(recipe=name, engine=wanted.engine, wants="", weights={})
@@ -122,7 +122,7 @@ def agree(_: Endpoint) -> Proof:
 
 
 def asking(ctx: Context, path: str) -> Callable[[Endpoint], Proof]:
-    """A probe that asks one path, whatever is answered, and is content."""
+    """A probe that asks one path and passes, whatever the answer."""
 
     def ask(endpoint: Endpoint) -> Proof:
         import contextlib
@@ -137,5 +137,5 @@ def asking(ctx: Context, path: str) -> Callable[[Endpoint], Proof]:
 
 
 def left_of(ctx: Context, name: str = "fake") -> tuple[Any, ...]:
-    """Processes of a server that still run."""
+    """Return the processes of a server that still run."""
     return marked(ctx.places.servers / name)
