@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from bakehouse.probe.prove import prove
 from bakehouse.probe.types import Endpoint, Proof
 from bakehouse.recipe.gate import Probe
 from bakehouse.records.model import Answer
+from bakehouse.serve import keeper
 from bakehouse.serve import state as states
 from bakehouse.serve.bring import VerifiedServer, bring_up
 from bakehouse.serve.control import folders, look, stop
@@ -342,7 +343,8 @@ def test_supervisor_killed_before_the_verification(context: Context, notes: Note
 SERVE = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, {root!r})
+sys.path[:0] = {paths!r}
+{before}
 from bakehouse.context import Context
 from bakehouse.places import Places
 from bakehouse.serve.bring import bring_up
@@ -364,12 +366,13 @@ except KeyboardInterrupt:
 
 
 def serving(
-    ctx: Context, run: Path, wait: float, *, foreground: bool = False
-) -> subprocess.Popen[str]:
-    """A `serve` in a process of its own."""
+    ctx: Context, run: Path, wait: float, *, foreground: bool = False,
+    paths: Sequence[str] = (), before: str = "",
+) -> subprocess.Popen[str]:  # fmt: skip
+    """A `serve` in a process of its own; `paths` precede this checkout's."""
     text = SERVE.format(
-        root=str(Path(__file__).parents[2]), cache=str(ctx.places.cache),
-        state=str(ctx.places.state), wait=wait, run=str(run), foreground=foreground,
+        paths=[*paths, str(Path(__file__).parents[2])], cache=str(ctx.places.cache),
+        state=str(ctx.places.state), wait=wait, run=str(run), foreground=foreground, before=before,
     )  # fmt: skip
     return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
 
@@ -410,6 +413,42 @@ def test_serve_leaves_a_verified_server_running(context: Context, notes: Notes) 
     with serving(context, notes.folder, 0) as child:
         assert child.wait(20) == 0
     assert look(context.places.servers / "fake").word == "running"
+
+
+RENAME = """
+from bakehouse.serve import keeper
+keeper.__name__ = keeper.__package__ + ".warden"
+"""
+
+
+def test_supervisor_of_another_version_is_found_verified_and_stopped(
+    context: Context, notes: Notes, tmp_path: Path
+) -> None:
+    """Its module has another name, and its files are gone since an upgrade."""
+    old = tmp_path / "old"
+    source = Path(keeper.__file__)
+    package = next(folder for folder in source.parents if folder.name == "bakehouse")
+    shutil.copytree(package, old / "bakehouse")
+    here = old / source.relative_to(package.parent)
+    shutil.copy(here, here.with_name("warden.py"))
+    with serving(context, notes.folder, 0, paths=[str(old)], before=RENAME) as child:
+        assert child.wait(60) == 0
+    folder = context.places.servers / "fake"
+    time.sleep(1)  # until it has loaded the log signatures
+    (old / "bakehouse").rename(old / "gone")
+    supervisor = look(folder).processes[0]
+    assert f"{keeper.__package__}.warden" in supervisor.command
+    assert look(folder).word == "running"
+    assert bring_up(context, order(context, "stray"), agree, notes).again
+    supervisor.send(signal.SIGSTOP)
+    states.path(folder).unlink()
+    seen = look(folder)
+    assert (seen.word, seen.processes[0]) == ("unclear", supervisor)
+    supervisor.send(signal.SIGCONT)
+    stopped = stop(folder)
+    assert (stopped.ran, stopped.killed) == (True, False)
+    assert not left_of(context)
+    assert look(folder).word == "ended"
 
 
 def test_serve_in_the_foreground_ends_its_server(context: Context, notes: Notes) -> None:
