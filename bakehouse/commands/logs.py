@@ -1,4 +1,4 @@
-"""`logs`: what a server wrote, all of it or the end, and on as it grows."""
+"""The task `logs`: show a server's log, all or its end, and follow it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from bakehouse.serve.watch import Tail
 TICK_S = 0.2
 BLOCK = 1 << 16
 JSON_LINES = 1000
-"""So many lines at most go into a JSON document where `--lines` says nothing."""
+"""Maximum lines in a JSON document unless `--lines` is given."""
 
 
 Options = flags.Logs
 
 
 def run(ctx: Context, options: Options) -> Outcome:
-    """Give a server's log. Raises NotFound where it has none, UsageError for a bad number."""
+    """Return a server's log. Raises NotFound if it has none, UsageError for a bad number."""
     if options.lines and not (options.lines.isascii() and options.lines.isdigit()):
         raise UsageError(f"--lines takes a whole number, not '{options.lines}'")
     wanted = int(options.lines) if options.lines else None
@@ -34,8 +34,8 @@ def run(ctx: Context, options: Options) -> Outcome:
     log = folder / "server.log"
     if not log.exists():
         raise NotFound(
-            f"{folder.name} has written no log yet", where=str(log),
-            hint=f"invoke serve --recipe {folder.name} starts it",
+            f"{folder.name} has no log yet", where=str(log),
+            hint=f"start it with: invoke serve --recipe {folder.name}",
         )  # fmt: skip
     key = kept_key(folder)
     hide = Redactor((key,) if key else ())
@@ -45,9 +45,9 @@ def run(ctx: Context, options: Options) -> Outcome:
 
 
 def last_lines(log: Path, count: int) -> tuple[list[str], Tail]:
-    """Give the last `count` whole lines of what is there, and the tail that goes on from there.
+    """Return the last `count` whole lines, and a tail that continues after them.
 
-    Reads from the end: a log of gigabytes costs no more than a small one.
+    Reads from the end, so that a log of gigabytes costs no more than a small one.
     """
     size = log.stat().st_size
     span = BLOCK
@@ -67,7 +67,7 @@ def last_lines(log: Path, count: int) -> tuple[list[str], Tail]:
 def shown(
     ctx: Context, folder: Path, count: int | None, follow: bool, hide: Redactor
 ) -> Iterator[str]:
-    """Give the lines, and with `follow` those that come, until the server has ended."""
+    """Yield the lines, and with `follow` new ones until the server ends."""
     tail = Tail(folder / "server.log")
     if count is not None:
         last, tail = last_lines(folder / "server.log", count)

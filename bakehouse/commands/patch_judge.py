@@ -291,8 +291,8 @@ class _Server:
                 # The log up to here: errors while an engine is stopped are not the patch's.
                 ctx.clock.sleep(SETTLE_S)
                 _copy_log(wanted.folder, log)
-                if ready.link:
-                    ready.link.close()
+                if ready.connection:
+                    ready.connection.close()
             except BUILD_ERRORS as error:
                 problem = _problem(error, measured)
                 record.finish(f"measured: {error.what}", exit_code=error.exit_code)

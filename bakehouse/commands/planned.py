@@ -13,7 +13,7 @@ from bakehouse.redact import clean
 
 
 def step_lines(steps: Iterable[Step]) -> list[str]:
-    """Every step with its working folder, environment, arguments and what it has to show."""
+    """Each step with its folder, environment, arguments and expected results."""
     lines = []
     for step in steps:
         lines.append(f"{step.id}: {step.title}")
@@ -26,7 +26,7 @@ def step_lines(steps: Iterable[Step]) -> list[str]:
 
 
 def _command(argv: tuple[str, ...]) -> list[str]:
-    """The arguments as a shell would take them, one a line where there are many."""
+    """The arguments, quoted for a shell; one per line if they are long."""
     quoted = [shlex.quote(argument) for argument in argv]
     if not quoted:
         return []
@@ -37,10 +37,10 @@ def _command(argv: tuple[str, ...]) -> list[str]:
 
 
 def build_lines(plan: BuildPlan | ImagePlan) -> list[str]:
-    """The build: whether it is there already, and its steps."""
+    """The build: whether it is done, and its steps."""
     if isinstance(plan, ImagePlan):
         return [f"image {plan.image} (linux on {plan.arch})", *step_lines(plan.steps)]
-    there = "is there already" if is_built(plan) else "not built yet"
+    there = "already built" if is_built(plan) else "not built yet"
     return [f"build {plan.digest} ({there})", f"    {plan.artifact}", *step_lines(plan.steps)]
 
 
@@ -59,9 +59,9 @@ def serve_lines(plan: ServePlan) -> list[str]:
 
 
 def is_built(plan: BuildPlan | ImagePlan) -> bool | None:
-    """Whether an artifact lies in the plan's place; whether it verifies is for `build` to say.
+    """Return whether the artifact exists; `build` verifies it.
 
-    None for an image: that is the Docker Engine's to know, and a plan asks nobody.
+    None for an image: only the Docker Engine knows, and a plan does not ask it.
     """
     if isinstance(plan, ImagePlan):
         return None
@@ -69,7 +69,7 @@ def is_built(plan: BuildPlan | ImagePlan) -> bool | None:
 
 
 def parse_jobs(text: str) -> int | None:
-    """Read a number of jobs; None for nothing said. Raises UsageError."""
+    """Parse --jobs; None if it is empty. Raises UsageError."""
     if not text:
         return None
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1024):

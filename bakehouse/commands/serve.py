@@ -1,4 +1,4 @@
-"""`serve`: from a recipe to a server that has proven itself."""
+"""The task `serve`: from a recipe to a verified server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from bakehouse.context import Context
 from bakehouse.engines.engine import Asked
 from bakehouse.engines.llamacpp.server import Features
 from bakehouse.errors import HostError, NotHealthy, UsageError
-from bakehouse.host import compute_capabilities
 from bakehouse.lock import Lock
 from bakehouse.memory.machine import Machine
 from bakehouse.memory.recipe import find_machine
@@ -38,12 +37,10 @@ from bakehouse.recipe.load import Loaded, find
 from bakehouse.recipe.model import Recipe
 from bakehouse.records.store import Run
 from bakehouse.serve.able import know_flags, see_gpu, unknown_lines
-from bakehouse.serve.bring import Order, Ready, bring_up, identity_digest
+from bakehouse.serve.bring import VerifiedServer, bring_up, identity_digest
 from bakehouse.serve.control import look
 from bakehouse.serve.guard import Bounds
-from bakehouse.serve.launch import Link, Settings
-from bakehouse.serve.listeners import refuse_taken
-from bakehouse.serve.ready import Limits
+from bakehouse.serve.launch import ServerSpec, SupervisorConnection, refuse_taken
 from bakehouse.serve.watch import Tail
 from bakehouse.sources.weights import ensure as ensure_weights
 from bakehouse.sources.weights import locate, refuse_offline
@@ -51,7 +48,7 @@ from bakehouse.sources.weights import locate, refuse_offline
 TICK_S = 0.2
 
 Asking = Callable[[Endpoint, Known], Proof]
-"""Asks a server what it has to prove."""
+"""Asks a server everything that its recipe's `probe` asks."""
 
 
 Options = flags.Serve
@@ -59,7 +56,7 @@ Options = flags.Serve
 
 @dataclass(frozen=True)
 class Wanted:
-    """A server as planned, before anything is built or run."""
+    """A planned server, before anything is built or run."""
 
     loaded: Loaded
     lock: Lock
@@ -68,17 +65,17 @@ class Wanted:
     asked: Asked
     key: str | None
     folder: Path
-    """Of the server: its state and its log."""
+    """Of the server's state and log."""
     image: ImageArtifact | None = None
-    """What was proven able, once it was."""
+    """The verified image, once it is verified."""
 
     @property
     def recipe(self) -> Recipe:
-        """What is wanted."""
+        """The loaded recipe."""
         return self.loaded.recipe
 
     def of(self, image: ImageArtifact) -> Wanted:
-        """Run the very image that was proven able: anybody can move the tag of a built one."""
+        """Use the id of the verified image: anybody can move the tag of a built one."""
         box, build = self.plan.container, self.build
         if box and isinstance(build, ImagePlan) and build.dockerfile:
             box = box.model_copy(update={"image": image.id})
@@ -86,7 +83,7 @@ class Wanted:
         return replace(self, plan=plan, image=image)
 
     def knowing(self, unsound: Sequence[Standing]) -> Wanted:
-        """Expect the losses that patches were judged to bring: they are said, and end nothing."""
+        """Expect the lost features that patches are known to cause: they are reported only."""
         losses = frozenset(loss for one in unsound for loss in one.losses)
         return replace(self, asked=self.asked.model_copy(update={"known_losses": losses}))
 
@@ -122,13 +119,12 @@ def run(ctx: Context, options: Options) -> Outcome:
         record.fact("loading_seconds", round(ready.loading, 3))
         record.fact("proving_seconds", round(ready.proving, 3))
         record.finish(f"READY at {ready.server.url}: {ready.evidence.summary}")
-    told = tuple(one.line() for one in unsound)
-    outcome = _outcome(ctx, wanted, ready, record.record, told)
+    outcome = _outcome(ctx, wanted, ready, record.record, [one.line() for one in unsound])
     return _watch(ctx, options, outcome) if options.watch else outcome
 
 
 def _unsound(ctx: Context, lock: Lock, recipe: str, record: Run) -> tuple[Standing, ...]:
-    """Say, and put on record, which patches were judged or are known to be unsound."""
+    """Report and record which patches are known to be unsound."""
     found = standing.unsound(ctx, lock, recipe)
     for one in found:
         ctx.progress.say(one.line())
@@ -142,17 +138,17 @@ def _unsound(ctx: Context, lock: Lock, recipe: str, record: Run) -> tuple[Standi
 
 
 def _read_watch(options: Options) -> None:
-    """Refuse a watch that could not begin, before anything is built. Raises UsageError."""
-    from bakehouse.commands import watch  # it serves as well, where it is told to restart
+    """Check the flags of a watch before anything is built. Raises UsageError."""
+    from bakehouse.commands import watch  # it imports this module, to restart
 
     if options.foreground:
-        raise UsageError("--watch and --foreground do not go together",
+        raise UsageError("--watch cannot be combined with --foreground",
                          hint="serve it, then: invoke watch --recipe NAME")  # fmt: skip
     watch.read_wish(watch.Options(recipe=options.recipe, every=options.watch), "--watch")
 
 
 def _watch(ctx: Context, options: Options, ready: Outcome) -> Outcome:
-    """Stay, and judge what was served again and again; a failure is this task's failure."""
+    """Watch the new server; a failure of it is this task's failure."""
     from bakehouse.commands import watch
 
     ctx.progress.say(f"READY   {ready.result['url']}, watched every {options.watch}")
@@ -170,7 +166,7 @@ def _watch(ctx: Context, options: Options, ready: Outcome) -> Outcome:
 def wanted_server(
     ctx: Context, loaded: Loaded, lock: Lock, options: Options, key: str | None
 ) -> Wanted:
-    """Plan build and server: what is wrong with either is said before anything is fetched."""
+    """Plan build and server, so that errors are found before anything is fetched."""
     here = survey(ctx, loaded.recipe, lock)
     port = parse_port(options.port)
     plan, asked = make_plan(loaded, lock, here, ctx.places, host=options.host or None, port=port)
@@ -179,12 +175,13 @@ def wanted_server(
 
 
 def prepare(ctx: Context, wanted: Wanted, options: Options, record: Run) -> Wanted:
-    """Fetch and build what is wanted; give what can be launched. Raises as `run` does."""
+    """Fetch and build; return what can be launched. Raises as `run` does."""
     risk = options.accept_memory_risk
-    _early(ctx, wanted, record, risk)
+    gpus = _compute_capabilities(ctx, wanted)
+    _early(ctx, wanted, record, risk, gpus)
     weights = ensure_weights(ctx, wanted.loaded, wanted.lock)
     files = {role: paths.files for role, paths in weights.items()}
-    _admit(ctx, wanted, files, record, risk)
+    _admit(ctx, wanted, files, record, risk, gpus)
     if isinstance(wanted.build, ImagePlan):
         return wanted.of(ensure_image(ctx, wanted.loaded, wanted.lock, wanted.build, record))
     provide_toolkit(ctx, wanted.recipe, wanted.lock)
@@ -193,22 +190,24 @@ def prepare(ctx: Context, wanted: Wanted, options: Options, record: Run) -> Want
     return wanted
 
 
-def bring(ctx: Context, wanted: Wanted, options: Options, record: Run, questions: Asking) -> Ready:
-    """Launch what was prepared, and prove it. Raises as `run` does."""
-    order = _order(ctx, wanted, options.foreground)
-    known = known_of(wanted.recipe, wanted.lock, wanted.loaded.folder, order.settings.plan)
-    return bring_up(ctx, order, lambda endpoint: questions(endpoint, known), record)
+def bring(
+    ctx: Context, wanted: Wanted, options: Options, record: Run, questions: Asking
+) -> VerifiedServer:
+    """Launch what was prepared, and verify it. Raises as `run` does."""
+    spec = _spec(ctx, wanted, options.foreground)
+    known = known_of(wanted.recipe, wanted.lock, wanted.loaded.folder, spec.digest)
+    return bring_up(ctx, spec, lambda endpoint: questions(endpoint, known), record)
 
 
-def _early(ctx: Context, wanted: Wanted, record: Run, risk: str) -> None:
-    """Refuse before a fetch and a build that may take hours what is plain already.
+def _early(ctx: Context, wanted: Wanted, record: Run, risk: str, gpus: Sequence[str]) -> None:
+    """Refuse early what cannot work, before a fetch and a build that may take hours.
 
-    A taken port, what is known to be bad, weights that are larger than all the memory there is.
+    That is a taken port, a combination known to be bad, weights larger than all memory.
     """
     alive = look(wanted.folder).alive
     if not alive:
         refuse_taken(wanted.plan.host, wanted.plan.port)
-    _known_bad(ctx, wanted, record)
+    _known_bad(ctx, wanted, record, gpus)
     refuse_offline(ctx, wanted.lock)
     if not alive and not risk:
         found = locate(ctx.places, wanted.loaded.folder, wanted.recipe, wanted.lock)
@@ -216,25 +215,28 @@ def _early(ctx: Context, wanted: Wanted, record: Run, risk: str) -> None:
         refuse_by_size(ctx, wanted.recipe, wanted.lock, wanted.plan.argv, files=files)
 
 
+def _compute_capabilities(ctx: Context, wanted: Wanted) -> list[str]:
+    """Return those of this machine's GPUs; none if the server does not use a GPU."""
+    box, build = wanted.plan.container, wanted.build
+    on_gpu = build.expected.cuda if isinstance(build, BuildPlan) else box and box.gpus
+    return list(compute_capabilities(ctx.processes)) if on_gpu else []
+
+
 def _known_bad(
-    ctx: Context, wanted: Wanted, record: Run, types: frozenset[str] = frozenset()
-) -> None:
-    """Refuse or warn by what is known: first without the weights' headers, then with them."""
+    ctx: Context, wanted: Wanted, record: Run, gpus: Sequence[str],
+    types: frozenset[str] = frozenset(),
+) -> None:  # fmt: skip
+    """Refuse or warn about combinations known to be bad; `types` come from the weights' headers."""
     cuda = wanted.build.expected.cuda if isinstance(wanted.build, BuildPlan) else None
-    on_gpu = cuda or (wanted.plan.container and wanted.plan.container.gpus)
-    gpus = compute_capabilities(ctx.processes) if on_gpu else ()
+    toolkit = cuda.toolkit.version if cuda else None
     found = combinations.known_bad(
-        wanted.loaded,
-        lock=wanted.lock,
-        toolkit=cuda.toolkit.version if cuda else None,
-        capabilities=gpus,
-        types=types,
+        wanted.loaded, lock=wanted.lock, toolkit=toolkit, capabilities=list(gpus), types=types
     )
     combinations.note(ctx, wanted.loaded, found, record)
 
 
 def _able(ctx: Context, wanted: Wanted, build: BuildPlan, record: Run) -> None:
-    """Before launch: the built server knows every flag, and sees the GPU that it is to use."""
+    """Check before launch that the built server supports every flag, and sees its GPU."""
     if look(wanted.folder).alive:
         return
     origin = wanted.loaded.origin("serve", "command")
@@ -249,11 +251,12 @@ def _able(ctx: Context, wanted: Wanted, build: BuildPlan, record: Run) -> None:
 
 
 def _admit(
-    ctx: Context, wanted: Wanted, files: Mapping[str, Sequence[str]], record: Run, risk: str
-) -> None:
-    """Refuse weights that cannot serve, and what does not fit, before a build that may take long.
+    ctx: Context, wanted: Wanted, files: Mapping[str, Sequence[str]], record: Run, risk: str,
+    gpus: Sequence[str],
+) -> None:  # fmt: skip
+    """Refuse weights that cannot be served or do not fit, before a build that may take long.
 
-    A server that runs already has its memory, which would be counted twice.
+    Not if the server runs already: its memory would be counted twice.
     """
     if look(wanted.folder).alive:
         return
@@ -261,34 +264,36 @@ def _admit(
                       risk_accepted=bool(risk))  # fmt: skip
     record.fact("preflight", [check.to_data() for check in admission.checks])
     record.fact("memory", admission.budget.to_data())
-    _known_bad(ctx, wanted, record, admission.types)
+    _known_bad(ctx, wanted, record, gpus, admission.types)
     if risk:
         record.fact("memory_risk_accepted", risk)
 
 
-def _order(ctx: Context, wanted: Wanted, foreground: bool) -> Order:
-    serve = wanted.recipe.serve
-    settings = Settings(
+def _spec(ctx: Context, wanted: Wanted, foreground: bool) -> ServerSpec:
+    serve, image = wanted.recipe.serve, wanted.image
+    sizes = [file.size for pin in wanted.lock.weights.values() for file in pin.files]
+    return ServerSpec(
+        plan=wanted.plan,
+        asked=wanted.asked,
         folder=wanted.folder,
         cwd=wanted.loaded.folder.absolute(),
-        plan=identity_digest(wanted.plan, wanted.build.digest, digest(wanted.lock)),
+        digest=identity_digest(wanted.plan, wanted.build.digest, digest(wanted.lock)),
         engine=wanted.recipe.engine,
         stop_timeout=serve.stop_timeout,
+        ready_timeout=serve.ready_timeout,
+        stall_timeout=serve.stall_timeout,
         guard=guard_bounds(serve.guard, find_machine(ctx.processes)),
         key=wanted.key,
-        known_losses=wanted.asked.known_losses,
-        image=wanted.image.id if wanted.image else None,
-        version=wanted.image.version or None if wanted.image else None,
-    )
-    sizes = [file.size for pin in wanted.lock.weights.values() for file in pin.files]
-    limits = Limits(serve.ready_timeout, serve.stall_timeout)
-    return Order(
-        wanted.plan, wanted.asked, settings, limits, sum(sizes), max(sizes, default=0), foreground
+        image=image.id if image else None,
+        version=image.version or None if image else None,
+        weights_size=sum(sizes),
+        largest_file=max(sizes, default=0),
+        foreground=foreground,
     )
 
 
 def guard_bounds(guard: MemoryGuard, machine: Machine) -> Bounds | None:
-    """The memory guard's bounds on a machine; None where the recipe switches it off."""
+    """Return the memory guard's limits on a machine; None if the recipe switches it off."""
     if not guard.enabled:
         return None
     usual = Bounds.usual(machine.total, unified=machine.unified)
@@ -296,7 +301,7 @@ def guard_bounds(guard: MemoryGuard, machine: Machine) -> Bounds | None:
 
 
 def parse_port(text: str) -> int | None:
-    """Read a port; None for nothing said. Raises UsageError."""
+    """Parse --port; None if it is empty. Raises UsageError."""
     if not text:
         return None
     if not (text.isascii() and text.isdigit() and int(text) <= 65535):
@@ -305,7 +310,7 @@ def parse_port(text: str) -> int | None:
 
 
 def api_key(ctx: Context, loaded: Loaded) -> str | None:
-    """Read the API key that the recipe names; None where it names none. Raises HostError."""
+    """Read the recipe's API key; None if it has none. Raises HostError."""
     source = loaded.recipe.serve.api_key
     if source is None:
         return None
@@ -317,13 +322,13 @@ def api_key(ctx: Context, loaded: Loaded) -> str | None:
             key, where = path.read_text().strip(), str(path)
         except (OSError, UnicodeDecodeError) as error:
             raise HostError(
-                f"the API key cannot be read: {getattr(error, 'strerror', None) or 'no text'}",
-                where=str(path), hint="put the key in that file, alone", id="no-key",
+                f"cannot read the API key: {getattr(error, 'strerror', None) or 'not text'}",
+                where=str(path), hint="put only the key into that file", id="no-key",
             ) from error  # fmt: skip
     if not key or not key.isprintable() or " " in key or "," in key or key.startswith("#"):
         raise HostError(
             "the API key is empty" if not key else "the API key is not one word", where=where,
-            hint="a key is one word without spaces and commas that does not begin with #",
+            hint="a key is one word without spaces or commas, and does not begin with #",
             id="no-key",
         )  # fmt: skip
     return key
@@ -335,7 +340,7 @@ def _dry(wanted: Wanted) -> Outcome:
 
 
 def _outcome(
-    ctx: Context, wanted: Wanted, ready: Ready, record: Path, unsound: tuple[str, ...] = ()
+    ctx: Context, wanted: Wanted, ready: VerifiedServer, record: Path, unsound: list[str]
 ) -> Outcome:
     server, evidence = ready.server, ready.evidence
     stop = f"invoke stop --recipe {wanted.folder.name}"
@@ -349,7 +354,7 @@ def _outcome(
         f"model   {wanted.asked.name}",
         f"record  {record}",
         f"log     {server.log}",
-        "stop    Ctrl-C" if ready.link else f"stop    {stop}",
+        "stop    Ctrl-C" if ready.connection else f"stop    {stop}",
     ]
     result: dict[str, Any] = {
         "url": server.url, "model": wanted.asked.name, "pid": server.process.pid,
@@ -358,22 +363,22 @@ def _outcome(
         "log": str(server.log), "stop": stop, "summary": evidence.summary,
         "answers": [a.to_data() for a in evidence.answers],
         "suites": [s.record().to_data() for s in evidence.suites],
-        "unsound_patches": list(unsound),
+        "unsound_patches": unsound,
     }  # fmt: skip
-    lines = _stay(ctx, ready.link) if ready.link else ()
+    lines = _stay(ctx, ready.connection) if ready.connection else ()
     return Outcome(result, "\n".join(text), tuple(evidence.checks), lines=lines)
 
 
-def _stay(ctx: Context, link: Link) -> Iterator[str]:
-    """Show the log until the server ends or we are interrupted; nothing is left of it then."""
-    tail = Tail(link.folder / "server.log")
+def _stay(ctx: Context, connection: SupervisorConnection) -> Iterator[str]:
+    """Show the log until the server ends or we are interrupted, then end it."""
+    tail = Tail(connection.folder / "server.log")
     try:
-        while link.poll() is None:
+        while connection.poll() is None:
             yield from tail.lines()
             ctx.clock.sleep(TICK_S)
         yield from tail.lines()
-        says = (link.ended or {}).get("says")
+        says = (connection.ended or {}).get("says")
     finally:
-        link.close()
-    if (link.ended or {}).get("why") != "stopped":
-        raise NotHealthy(f"the server {says}", where=str(link.folder / "server.log"))
+        connection.close()
+    if (connection.ended or {}).get("why") != "stopped":
+        raise NotHealthy(f"the server {says}", where=str(connection.folder / "server.log"))

@@ -1,4 +1,4 @@
-"""`status`: which servers run, and how others came to an end."""
+"""The task `status`: list servers and how stopped ones ended."""
 
 from __future__ import annotations
 
@@ -6,29 +6,27 @@ from bakehouse import flags
 from bakehouse.commands.servers import as_data, folder_of, line
 from bakehouse.context import Context
 from bakehouse.outcome import Outcome
-from bakehouse.serve.containers import hanging
-from bakehouse.serve.control import folders, look, unasked
+from bakehouse.serve.containers import recent_timeout
+from bakehouse.serve.control import engine_error, folders, look
 
 Options = flags.Status
 
 
 def run(ctx: Context, options: Options) -> Outcome:
-    """Look at one server or at all; what is gone is written down as gone.
+    """Return the status of one server or all; record the end of those that are gone.
 
-    A server whose Docker Engine does not answer is unclear, and an error beside the result.
+    A server whose Docker Engine does not answer is unclear, and the outcome has an error.
     """
-    wanted = (
-        (folder_of(ctx, options.recipe),) if options.recipe else folders(ctx.places, boxed=True)
-    )
-    seen = [look(folder) for folder in wanted]
-    text = "\n".join(line(one) for one in seen) or "no server runs, and none has run yet"
-    unseen = hanging()
-    if unseen:
-        text += f"\nnot looked for, containers that left no folder: {unseen.what}"
-    unclear = next(((one, one.error) for one in seen if one.error), None)
+    one = (folder_of(ctx, options.recipe),) if options.recipe else ()
+    seen = [look(folder) for folder in one or folders(ctx.places, boxed=True)]
+    text = "\n".join(map(line, seen)) or "no server runs, and none has run yet"
+    timeout = recent_timeout()
+    if timeout:
+        text += f"\ncontainers without a server folder were not searched: {timeout.what}"
     result = {
-        "servers": [as_data(one) for one in seen],
-        "unseen": unseen.what if unseen else None,
+        "servers": [as_data(server) for server in seen],
+        "unseen": timeout.what if timeout else None,
     }
-    error = unasked(*unclear, "see what is said of each server") if unclear else None
+    unclear = next(((server, server.error) for server in seen if server.error), None)
+    error = engine_error(*unclear, "see the status of each server") if unclear else None
     return Outcome(result=result, text=text, error=error)

@@ -1,4 +1,4 @@
-"""`stop`: end a server, its keeper and all their children."""
+"""The task `stop`: end a server, its supervisor and all their children."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Options = flags.Stop
 
 
 def run(ctx: Context, options: Options) -> Outcome:
-    """Stop one server or all; a stopped one is no error.
+    """Stop one server or all; it is no error if nothing runs.
 
-    Raises HostError where something of a server still runs afterwards.
+    Raises HostError if something of a server still runs afterwards.
     """
     if bool(options.recipe) == options.all_:
-        raise UsageError("name one server or all", hint="--recipe NAME, or --all")
+        raise UsageError("give either --recipe or --all", hint="--recipe NAME, or --all")
     wanted = folders(ctx.places, boxed=True) if options.all_ else (folder_of(ctx, options.recipe),)
     done, failed = [], []
     for folder in wanted:
         try:
             done.append(stop(folder))
-        except HostError as error:  # the others are stopped all the same
+        except HostError as error:  # stop the others first
             failed.append(error)
     if failed:
         raise failed[0]
@@ -33,15 +33,15 @@ def run(ctx: Context, options: Options) -> Outcome:
         clear_questions()
     if left := [p for folder in wanted for p in look(folder).processes]:
         raise HostError(
-            "something still runs: " + ", ".join(f"process {p.pid}" for p in left),
-            hint="a process that the kernel holds back ends only when its driver lets go",
+            "still running: " + ", ".join(f"process {p.pid}" for p in left),
+            hint="a process that hangs in the kernel ends when its driver releases it",
         )
     if boxes := [one.name for folder in wanted for one in look(folder).containers]:
         raise HostError(
             f"containers could not be removed: {', '.join(boxes)}",
-            hint="docker rm --force NAME; then see the engine's log",
+            hint="docker rm --force NAME; then read the engine's log",
         )
-    told = [one for one in done if one.ran] if options.all_ else done
+    shown = [one for one in done if one.ran] if options.all_ else done
     result = {"servers": [vars(one) for one in done]}
-    text = "\n".join(f"{one.name}: {one.says}" for one in told) or "no server runs"
+    text = "\n".join(f"{one.name}: {one.says}" for one in shown) or "no server runs"
     return Outcome(result=result, text=text)

@@ -1,8 +1,9 @@
-"""Which server `probe` and `watch` judge: ours, or any that speaks the OpenAI API."""
+"""Which server `probe` and `watch` check: ours, or any that speaks the OpenAI API."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
 
 from bakehouse import flags
 from bakehouse.checks import check
@@ -18,46 +19,46 @@ from bakehouse.recipe.load import find, load
 from bakehouse.records.store import Run
 from bakehouse.redact import clean, without_credentials
 from bakehouse.resolve import lock_path, read_lock
-from bakehouse.serve.control import look, unasked
+from bakehouse.serve.control import engine_error, look
 from bakehouse.serve.launch import kept_key
-from bakehouse.serve.proof import Running, running
+from bakehouse.serve.proof import ServerHandle
 
 Which = flags.Probe | flags.Watch
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is judged, and by which questions."""
+    """The server to check, and the questions to ask it."""
 
     endpoint: Endpoint
     probe: Probe
     recipe: str | None
     secrets: tuple[str, ...] = ()
-    """Names of the variables whose values are hidden."""
-    server: Running | None = None
-    """Where it is ours: who has to be the one that answers."""
+    """Names of environment variables whose values are hidden."""
+    server: ServerHandle | None = None
+    """If it is ours: the process that has to answer."""
     known: Known | None = None
-    """Where it is ours and locked: the model that it serves."""
+    """If it is ours and locked: the model that it serves."""
 
 
 def target_of(ctx: Context, which: Which, *, golden: bool = False) -> Target:
-    """Find out what is to be judged; `golden` where its golden values are to be made.
+    """Find the server to check; `golden` if its golden values are to be recorded.
 
-    Raises UsageError, NotFound, and what the loader raises.
+    Raises UsageError, NotFound, NotHealthy, LockError, and what the loader raises.
     """
     if bool(which.recipe) == bool(which.url):
         raise UsageError(
-            "say what to judge: either --recipe or --url",
+            "give either --recipe or --url",
             hint="--recipe NAME for a server that Bakehouse runs, --url http://HOST:PORT for any",
         )
     if which.recipe:
         if which.model or which.api_key_env:
-            raise UsageError("--model and --api-key-env belong to --url")
+            raise UsageError("--model and --api-key-env require --url")
         return _ours(ctx, which, golden=golden)
     ours = {"--set": which.set_, "--accept-golden": golden,
             "--instance": which.instance}  # fmt: skip
     if flag := next((flag for flag, given in ours.items() if given), None):
-        raise UsageError(f"{flag} belongs to --recipe")
+        raise UsageError(f"{flag} requires --recipe")
     headers = _key_header(ctx, which.api_key_env)
     endpoint = Endpoint(_base_url(which.url), which.model or None, headers)
     secrets = (which.api_key_env,) if which.api_key_env else ()
@@ -65,7 +66,7 @@ def target_of(ctx: Context, which: Which, *, golden: bool = False) -> Target:
 
 
 def _ours(ctx: Context, which: Which, *, golden: bool) -> Target:
-    """Find the running server of a recipe. Raises NotHealthy where it does not run."""
+    """Find the running server of a recipe. Raises NotHealthy if it does not run."""
     loaded = load(find(which.recipe, ctx.recipes), which.set_)
     recipe = loaded.recipe
     name = server_name(recipe.name, which.instance)
@@ -73,22 +74,23 @@ def _ours(ctx: Context, which: Which, *, golden: bool) -> Target:
     seen = look(folder)
     state = seen.state
     if seen.error:
-        raise unasked(seen, seen.error, "nothing was asked of it")
+        raise engine_error(seen, seen.error, "no question was asked")
     if seen.word == "paused":
         raise NotHealthy(
             f"'{name}' is paused: {seen.trouble}", where=str(folder), id="paused",
-            hint=f"let it go on, or stop it: invoke stop --recipe {name}",
+            hint=f"resume it, or stop it: invoke stop --recipe {name}",
         )  # fmt: skip
     says = state.ended.says if state and state.ended else "it never ran"
     how = f"it is {seen.word}" if seen.alive else says
+    instance = f" --instance {which.instance}" if which.instance else ""
     if not seen.alive or state is None or state.server is None or not state.port:
         raise NotHealthy(
-            f"no server of '{name}' answers: {how}",
+            f"no server of '{name}' is running: {how}",
             where=str(folder),
-            hint=f"invoke serve --recipe {which.recipe}{_instance_flag(which)} starts it",
+            hint=f"start it with: invoke serve --recipe {which.recipe}{instance}",
         )
     key = kept_key(folder)
-    server = running(folder, state, recipe.engine, key)
+    server = ServerHandle.of(folder, state, recipe.engine, key)
     context = recipe.serve.context
     endpoint = Endpoint(
         server.url, recipe.name, server.headers, recipe.engine,
@@ -100,36 +102,32 @@ def _ours(ctx: Context, which: Which, *, golden: bool) -> Target:
     if golden:
         if known is None:
             raise LockError(
-                f"'{recipe.name}' has no lock, and golden values belong to locked weights",
+                f"'{recipe.name}' has no lock, but golden values are for locked weights",
                 where=str(lock_path(loaded.path)), hint=f"invoke lock --recipe {which.recipe}",
             )  # fmt: skip
         probe = _without_golden(probe)
     return Target(endpoint, probe, recipe.name, recipe.secrets, server, known)
 
 
-def _instance_flag(which: Which) -> str:
-    return f" --instance {which.instance}" if which.instance else ""
-
-
 def _without_golden(probe: Probe) -> Probe:
-    """Leave out what needs golden values: they are what is about to be made."""
+    """Leave out the suite that compares with golden values: they are about to be recorded."""
     suites = tuple(s for s in probe.suites or () if s != "reference")
     return probe.model_copy(update={"suites": suites or ("facts",)})
 
 
 def _base_url(url: str) -> str:
-    """Take a URL with or without `/v1`. Raises UsageError."""
+    """Return a URL without `/v1`. Raises UsageError."""
     if fault := web_fault(url):
         hint = "write scheme, host and port, as in http://127.0.0.1:8000"
-        if fault.startswith("it holds a user"):
+        if "@" in urlsplit(url).netloc:
             hint = "put the key into an environment variable and name it with --api-key-env"
         shown = clean(without_credentials(url), one_line=True)
-        raise UsageError(f"--url '{shown}' is no server's address: {fault}", hint=hint)
+        raise UsageError(f"--url '{shown}' is not the URL of a server: {fault}", hint=hint)
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _key_header(ctx: Context, name: str) -> dict[str, str]:
-    """Read the API key from the environment. Raises UsageError where it is not set."""
+    """Read the API key from the environment. Raises UsageError if it is not set."""
     if not name:
         return {}
     key = ctx.environment.get(name, "").strip()
@@ -137,18 +135,18 @@ def _key_header(ctx: Context, name: str) -> dict[str, str]:
         raise UsageError(
             f"the environment variable {name} is not set",
             where="--api-key-env",
-            hint="give the name of the variable that holds the key, not the key itself",
+            hint="give the name of the variable with the key, not the key itself",
         )
     if not (key.isascii() and key.isprintable()):
-        raise UsageError(f"the key in {name} holds characters that no header can carry")
+        raise UsageError(f"the key in {name} has characters that an HTTP header cannot contain")
     return {"Authorization": f"Bearer {key}"}
 
 
 def identify_any(ctx: Context, endpoint: Endpoint, run: Run) -> Endpoint:
-    """Ask which models there are, and judge whether the one that is wanted is among them.
+    """Check that an unknown server serves the requested model, or take its first one.
 
-    An engine may answer for a model that it does not have (llama-server does), so the answers alone
-    would not tell. Raises NotHealthy where nobody answers.
+    Some engines answer for any model name (llama-server does), so answers alone are no evidence.
+    Raises NotHealthy if nobody answers, or it does not serve the model.
     """
     where = f"GET {endpoint.url}/v1/models"
     try:
@@ -156,9 +154,9 @@ def identify_any(ctx: Context, endpoint: Endpoint, run: Run) -> Endpoint:
     except Unreachable as error:
         hint = "is the server up, and is this its port?"
         if "401" in error.why or "403" in error.why:
-            hint = "it wants an API key: name the variable that holds it with --api-key-env"
+            hint = "it requires an API key: name its environment variable with --api-key-env"
         raise NotHealthy(
-            f"the server does not say which models it serves: {error.why}", where=where, hint=hint
+            f"cannot list the server's models: {error.why}", where=where, hint=hint
         ) from error
     models = told.models
     wanted = endpoint.model or (models[0] if models else "")

@@ -1,4 +1,4 @@
-"""`watch`: judge a running server again and again, and never be silent about what is found."""
+"""The task `watch`: check a running server again and again, and report every result."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from bakehouse.recipe.scalars import parse_duration
 from bakehouse.records.store import Run
 from bakehouse.redact import clean
 from bakehouse.serve.control import look, stop
-from bakehouse.serve.rounds import STALL_S, Round, Rounds, Watched
+from bakehouse.serve.rounds import STALL_S, Monitor, Round, Watched
 from bakehouse.util.text import did_you_mean
 
 KEPT = 500
-"""So many rounds, the last ones, are kept in the record."""
+"""Maximum number of rounds kept in the record, the last ones."""
 RESTARTS = 3
-"""So many in a row, without a good round between them, and no more."""
+"""Maximum number of restarts without a good round between them."""
 TICK_S = 2.0
-"""Between two looks at whether the server's process still runs."""
+"""Seconds between two looks at whether the server's process still runs."""
 ADOPT_S = 1800.0
-"""So long a server that somebody else starts may take, in seconds, before it is served anew."""
+"""Seconds that a server started by somebody else may take before it is restarted."""
 COMMAND_S = 600.0
-"""A command that is run on failure gets so long, in seconds."""
+"""Seconds that a command of --on-failure may take."""
 
 
 Options = flags.Watch
 
 
 @dataclass(frozen=True)
-class Wish:
-    """The options, read."""
+class WatchOptions:
+    """The flags, parsed. Seconds."""
 
     every: float
     count: int | None
@@ -53,34 +53,34 @@ class Wish:
 
 
 def run(ctx: Context, options: Options) -> Outcome:
-    """Watch. Exit 0 where every round was right; else that of the last failure."""
-    wish = read_wish(options)
-    # A failure would stumble over these, when nobody looks any more.
-    if wish.command:
-        _must_run(ctx, wish.command)
+    """Watch a server. Exit 0 if every round was right, else the code of the last failure."""
+    parsed = read_wish(options)
+    # Check now what a failure would need, when nobody looks any more.
+    if parsed.command:
+        _check_runnable(ctx, parsed.command)
     if patches := for_run.asked(options):
         load_good(find(options.recipe, ctx.recipes), options.set_, patches.change(ctx))
-    watch = Watch(ctx, options, wish)
+    watch = Watch(ctx, options, parsed)
     error: BakehouseError | None = None
     try:
-        with Run.start(ctx, "watch", watch.name, secrets=watch.secrets) as record:
+        with Run.start(ctx, "watch", watch.name, secrets=watch.target.secrets) as record:
             try:
                 watch.go(record)
             except KeyboardInterrupt as signal:
                 raise Interrupted(
-                    f"the watch was interrupted after {watch.says}",
-                    hint="what it watched runs on; invoke stop --recipe NAME stops a server",
+                    f"the watch was interrupted after {watch.summary}",
+                    hint="the server keeps running; invoke stop --recipe NAME stops it",
                 ) from signal
             if watch.error:
                 raise watch.error
-            record.finish(watch.says)
+            record.finish(watch.summary)
     except (NotCorrect, NotHealthy) as failed:
         error = failed
-    return Outcome(watch.result(record), watch.says, record.judged, error=error)
+    return Outcome(watch.result(record), watch.summary, record.judged, error=error)
 
 
-def read_wish(options: Options, flag: str = "--every") -> Wish:
-    """Read the options; `flag` gave the time between. Raises UsageError."""
+def read_wish(options: Options, flag: str = "--every") -> WatchOptions:
+    """Parse the flags; `flag` names the one that gave the interval. Raises UsageError."""
     try:
         every = parse_duration(options.every)
     except ValueError as error:
@@ -94,138 +94,131 @@ def read_wish(options: Options, flag: str = "--every") -> Wish:
         raise UsageError(f"--on-failure: {error}", hint="close the quotes") from None
     if options.on_failure and not words:
         raise UsageError("--on-failure is empty", hint="restart, stop, or a command")
-    known = {(): "end", ("restart",): "restart", ("stop",): "stop"}
-    action = known.get(words, "command")
-    if action in ("restart", "stop") and not options.recipe:
-        raise UsageError(f"--on-failure {action} belongs to --recipe")
-    if for_run.asked(options) and not options.recipe:
-        raise UsageError("--patch and --no-patch belong to --recipe")
+    action = {(): "end", ("restart",): "restart", ("stop",): "stop"}.get(words, "command")
+    if not options.recipe and action in ("restart", "stop"):
+        raise UsageError(f"--on-failure {action} requires --recipe")
+    if not options.recipe and for_run.asked(options):
+        raise UsageError("--patch and --no-patch require --recipe")
     command = words if action == "command" else ()
-    return Wish(every, int(count) if count else None, action, command)
+    return WatchOptions(every, int(count) if count else None, action, command)
 
 
-def _must_run(ctx: Context, command: tuple[str, ...]) -> None:
-    """See that the command of --on-failure is one. Raises UsageError."""
+def _check_runnable(ctx: Context, command: tuple[str, ...]) -> None:
+    """Check that the command of --on-failure can be run. Raises UsageError."""
     name = command[0]
     path = environment(base=ctx.environment).get("PATH", os.defpath)
     if shutil.which(name, path=path):
         return
     if name in ("restart", "stop"):
         raise UsageError(f"--on-failure {name} takes no arguments", hint=f"--on-failure {name}")
-    what = (
-        "cannot be run" if os.path.lexists(name) else "is neither restart nor stop, nor a program"
-    )
-    hint = did_you_mean(name, ("restart", "stop"))
+    exists = os.path.lexists(name)
+    what = "is not executable" if exists else "is not restart, stop or a program"
     raise UsageError(
         f"--on-failure: '{clean(name, one_line=True)}' {what}",
-        where=None if "/" in name else f"looked for in {path}",
-        hint=hint or "give a program with its arguments; no shell reads them, so what needs one "
-        "goes into a script that may be executed",
+        where=None if "/" in name else f"searched in {path}",
+        hint=did_you_mean(name, ("restart", "stop")) or "give a program with its arguments; no "
+        "shell is used, so put shell commands into an executable script",
     )  # fmt: skip
 
 
 class Watch:
-    """One watch over one server."""
+    """One watch of one server."""
 
-    def __init__(self, ctx: Context, options: Options, wish: Wish) -> None:
+    def __init__(self, ctx: Context, options: Options, parsed: WatchOptions) -> None:
         self._ctx = ctx
         self._options = options
-        self._wish = wish
-        self._target = target_of(ctx, options)
-        self._seen: list[Round] = []
+        self._parsed = parsed
+        self._rounds: list[Round] = []
         self._counts = {"right": 0, "busy": 0, "failed": 0}
         self._actions: list[str] = []
         self._restarts = 0
+        self.target = target_of(ctx, options)
         self.error: BakehouseError | None = None
 
     @property
     def name(self) -> str | None:
-        """The recipe's."""
-        return self._target.recipe
+        """The recipe's name."""
+        return self.target.recipe
 
     @property
-    def secrets(self) -> tuple[str, ...]:
-        """Names of variables whose values are hidden."""
-        return self._target.secrets
+    def _total(self) -> int:
+        return sum(self._counts.values())
 
     @property
-    def says(self) -> str:
+    def summary(self) -> str:
         """One sentence."""
         counts = ", ".join(f"{n} {word}" for word, n in self._counts.items() if n)
         last = f"; last failure: {self.error.what}" if self.error else ""
-        rounds = sum(self._counts.values())
-        return f"{rounds} round{'' if rounds == 1 else 's'}: {counts or 'none'}{last}"
+        return f"{self._total} round{'s' * (self._total != 1)}: {counts or 'none'}{last}"
 
     def result(self, record: Run) -> dict[str, Any]:
         """Plain data."""
         return {
-            "url": self._target.endpoint.url, "recipe": self.name, "counts": self._counts,
-            "rounds": [one.to_data() for one in self._seen[-KEPT:]], "actions": self._actions,
+            "url": self.target.endpoint.url, "recipe": self.name, **self._progress(),
             "record": str(record.folder),
         }  # fmt: skip
 
+    def _progress(self) -> dict[str, Any]:
+        rounds = [one.to_data() for one in self._rounds]
+        return {"counts": self._counts, "rounds": rounds, "actions": self._actions}
+
     def go(self, record: Run) -> None:
-        """Look, again and again, until there is an end to it."""
-        record.hide(*(v.removeprefix("Bearer ") for v in self._target.endpoint.headers.values()))
-        record.fact("url", self._target.endpoint.url)
-        if told := self._other_patches():
-            record.fact("other_patches", told)
-            self._ctx.progress.say(told)
-        rounds = Rounds(self._ctx, self._watched(record))
+        """Run round after round until the count is reached or a failure ends the watch."""
+        record.hide(*(v.removeprefix("Bearer ") for v in self.target.endpoint.headers.values()))
+        record.fact("url", self.target.endpoint.url)
+        if mismatch := self._patch_mismatch():
+            record.fact("other_patches", mismatch)
+            self._ctx.progress.say(mismatch)
+        monitor = Monitor(self._ctx, self._watched(record))
         while True:
-            one = rounds.one()
-            self._note(one, record)
+            one = monitor.check_once()
+            self._add(one, record)
             if one.error:
                 if not self._act(one, record):
                     return
-                if self._wish.action == "restart":
-                    rounds = Rounds(self._ctx, self._watched(record))
-            if self._wish.count and sum(self._counts.values()) >= self._wish.count:
+                if self._parsed.action == "restart":
+                    monitor = Monitor(self._ctx, self._watched(record))
+            if self._parsed.count and self._total >= self._parsed.count:
                 return
             self._wait(failed=one.error is not None)
 
-    def _other_patches(self) -> str | None:
-        """Say where the flags, or the recipe, have other patches than the server that runs."""
-        server, was = self._target.server, self._options
+    def _patch_mismatch(self) -> str | None:
+        """Describe how the patches of the flags or recipe differ from the running server's."""
+        server, options = self.target.server, self._options
         if server is None:
             return None
-        loaded = load(find(was.recipe, self._ctx.recipes), was.set_)
+        loaded = load(find(options.recipe, self._ctx.recipes), options.set_)
         state = look(server.folder).state
-        changed = for_run.asked(was).change(self._ctx)(loaded)
-        told = for_run.unlike(self._ctx, state.record if state else None, changed)
-        restart = "; a restart serves it as it is asked for now"
-        return told and told + restart * (self._wish.action == "restart")
+        changed = for_run.asked(options).change(self._ctx)(loaded)
+        text = for_run.unlike(self._ctx, state.record if state else None, changed)
+        restart = "; a restart uses the patches of the flags and the recipe"
+        return text and text + restart * (self._parsed.action == "restart")
 
-    def _note(self, one: Round, record: Run) -> None:
-        """Keep a round; the judgements of the first one and of those that were not right."""
-        self._seen = [*self._seen[-KEPT + 1 :], one]
+    def _add(self, one: Round, record: Run) -> None:
+        """Record a round, with checks and answers if it is the first or was not right."""
+        self._rounds = [*self._rounds[-KEPT + 1 :], one]
         self._counts[one.word] += 1
-        first = sum(self._counts.values()) == 1
-        if first or one.word != "right":
+        if self._total == 1 or one.word != "right":
             record.checks(c for c in one.checks if c not in record.judged)
             record.answers(one.answers)
         if one.word == "right":
             self._restarts = 0
-        if one.error:
-            self.error = one.error
-        for name, value in self.result(record).items():
-            if name in ("counts", "rounds", "actions"):
-                record.fact(name, value)
+        self.error = one.error or self.error
+        for name, value in self._progress().items():
+            record.fact(name, value)
         record.save()
         self._ctx.progress.say(f"{one.at}  {one.word:6}  {one.says}  ({one.seconds:.1f} s)")
 
     def _act(self, one: Round, record: Run) -> bool:
-        """Do what is wished for on a failure; False where the watch ends."""
-        action = self._wish.action
+        """Do what --on-failure says; False if the watch ends."""
+        action = self._parsed.action
         if action == "command":
-            self._command(one, record)
-            return True
-        if action == "restart":
+            self._run_command(one, record)
+        elif action == "restart":
             self._restart(record)
-            return True
-        if action == "stop" and self._target.server:
-            self._did(stop(self._target.server.folder).says, record)
-        return False
+        elif action == "stop" and self.target.server:
+            self._did(stop(self.target.server.folder).says, record)
+        return action in ("command", "restart")
 
     def _did(self, what: str, record: Run) -> None:
         self._actions.append(what)
@@ -233,12 +226,12 @@ class Watch:
         record.save()
         self._ctx.progress.say(f"on failure: {what}")
 
-    def _command(self, one: Round, record: Run) -> None:
-        """Run the command, without a shell; what happened stands in its environment."""
+    def _run_command(self, one: Round, record: Run) -> None:
+        """Run the command without a shell; its environment describes the failure."""
         error = one.error
-        told = {
+        variables = {
             "BAKEHOUSE_WATCH_RECIPE": self.name or "",
-            "BAKEHOUSE_WATCH_URL": self._target.endpoint.url,
+            "BAKEHOUSE_WATCH_URL": self.target.endpoint.url,
             "BAKEHOUSE_WATCH_ERROR": error.id if error else "",
             "BAKEHOUSE_WATCH_WHAT": " ".join((error.what if error else "").split())[:500],
             "BAKEHOUSE_WATCH_RECORD": str(record.folder),
@@ -246,51 +239,51 @@ class Watch:
         log = record.folder / f"on-failure-{one.number}.log"
         try:
             done = self._ctx.processes.run(
-                self._wish.command, env=environment(told, self._ctx.environment), log=log,
+                self._parsed.command, env=environment(variables, self._ctx.environment), log=log,
                 timeout=COMMAND_S,
             )  # fmt: skip
         except BakehouseError as failed:
             self._did(f"the command could not be run: {failed.what}", record)
             return
-        how = "was ended after its time" if done.timed_out else f"ended with {done.code}"
-        self._did(f"{self._wish.command[0]} {how}; its output: {log}", record)
+        how = "timed out" if done.timed_out else f"ended with {done.code}"
+        self._did(f"{self._parsed.command[0]} {how}; its output: {log}", record)
 
     def _restart(self, record: Run) -> None:
-        """Stop it, serve it again, and take it as a new server. Raises what serving raises."""
+        """Stop the server, serve it again, and watch the new one. Raises what `serve` raises."""
         self._restarts += 1
         if self._restarts > RESTARTS and self.error:
             raise self.error
         if self._adopted(record):
             return
-        if self._target.server:
-            self._did(stop(self._target.server.folder).says, record)
-        port = self._target.server.port if self._target.server else 0
-        was = self._options
+        server, options = self.target.server, self._options
+        if server:
+            self._did(stop(server.folder).says, record)
         asked = serving.Options(
-            was.recipe, was.set_, str(port), locked=True, instance=was.instance,
-            patch=was.patch, no_patch=was.no_patch, allow=was.allow,
+            options.recipe, options.set_, str(server.port if server else 0), locked=True,
+            instance=options.instance, patch=options.patch, no_patch=options.no_patch,
+            allow=options.allow,
         )  # fmt: skip
         try:
             ready = serving.run(self._ctx, asked)
-            self._target = target_of(self._ctx, self._options)
+            self.target = target_of(self._ctx, options)
         except BakehouseError as failed:
             self.error = failed
             raise
         self._did(f"served again at {ready.result['url']}", record)
 
     def _adopted(self, record: Run) -> bool:
-        """Take what somebody else served meanwhile, such as another watch: do not stop it again."""
-        was = self._target.server
-        if was is None:
+        """Watch a server that somebody else has restarted, such as another watch."""
+        old = self.target.server
+        if old is None:
             return False
         clock = self._ctx.clock
         deadline = clock.monotonic() + ADOPT_S
-        while (seen := look(was.folder)).alive:
-            if seen.state and seen.state.server == was.process:
+        while (seen := look(old.folder)).alive:
+            if seen.state and seen.state.server == old.process:
                 return False
             if seen.word == "running":
-                self._target = target_of(self._ctx, self._options)
-                self._did("another one has served it again; that one is watched", record)
+                self.target = target_of(self._ctx, self._options)
+                self._did("somebody else restarted it; watching the new server", record)
                 return True
             if seen.word != "starting" or clock.monotonic() >= deadline:
                 return False
@@ -298,18 +291,18 @@ class Watch:
         return False
 
     def _wait(self, *, failed: bool) -> None:
-        """Wait for the next round; a server that ends meanwhile brings it on at once."""
+        """Wait for the next round, or until the server's process ends."""
         clock = self._ctx.clock
-        deadline = clock.monotonic() + self._wish.every
-        server = self._target.server
+        deadline = clock.monotonic() + self._parsed.every
+        server = self.target.server
         while (left := deadline - clock.monotonic()) > 0:
             if server and not failed and not server.process.alive:
                 return
             clock.sleep(min(left, TICK_S))
 
     def _watched(self, record: Run) -> Watched:
-        """Say what is watched; a stranger's server is asked who it is in the first round."""
-        target = self._target
+        """Return what is watched; an unknown server is asked for its models in the first round."""
+        target = self.target
         stall, identify = STALL_S, None
         if target.server:
             recipe = load(find(self._options.recipe, self._ctx.recipes), self._options.set_).recipe

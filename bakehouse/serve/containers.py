@@ -1,7 +1,7 @@
-"""Containers of servers: made for a launch, found again by their labels, removed for certain.
+"""Containers of servers: created for a launch, found by their labels, removed.
 
-A container carries its server's folder in a label as a process carries it in its environment, so
-that one whose keeper is gone, or whose state file is, is found all the same.
+A container has its server's folder in a label, as a process has it in its environment: it is found
+without its supervisor, and without its state file.
 """
 
 from __future__ import annotations
@@ -25,61 +25,57 @@ from bakehouse.preflight.volumes import reaches
 from bakehouse.serve.processes import is_in, tree
 
 MARKED = "in-a-container"
-"""In the server's folder, while it is served from a container: the engine's address."""
+"""File in the server's folder that says it has a container; contains the engine's address."""
 LOOK_S = 5.0
-"""Whoever only looks waits no longer for an engine's answer, in seconds."""
+"""Seconds that a look at a server waits for the engine's answer."""
 OOM_SCORE = 500
-"""Where the machine's memory runs out, the kernel should take the server, not its neighbours."""
+"""If memory runs out, the kernel should kill the server and not its neighbours."""
 T = TypeVar("T")
-_silent: dict[str, tuple[float, HostError]] = {}
+_timeouts: dict[str, tuple[float, HostError]] = {}
 ENGINE_VARIABLES = (
     "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY",
     "SSH_AUTH_SOCK",
 )  # fmt: skip
-"""What says which engine, handed on to the process that follows a container."""
+"""Variables that select the engine, passed on to the follower."""
 
 
 @dataclass(frozen=True)
-class Box:
+class ContainerHandle:
     """One container of ours on one engine."""
 
     docker: RealDocker
     id: str
     inside_port: int
     image: str | None = None
-    """Id of the image that it has to be of; None where that is not known."""
+    """Id of the image it has to be made from; None if that is not known."""
 
-    def asked(self) -> ContainerFacts | None:
-        """How it stands; None where it is gone. Raises HostError: the engine does not answer."""
+    def inspect(self) -> ContainerFacts | None:
+        """Return its facts; None if it is gone. Raises HostError if the engine does not answer."""
         return self.docker.container(self.id)
 
-    def facts(self) -> ContainerFacts | None:
-        """How it stands; None where it is gone, or the engine is."""
-        try:
-            return self.asked()
-        except HostError:
-            return None
-
     def port(self) -> int | None:
-        """The host's port that is published; None while it does not run."""
-        found = self.facts()
-        return found.ports.get(self.inside_port) if found and found.running else None
+        """Return the published port of the host; None while it does not run."""
+        with suppress(HostError):
+            found = self.inspect()
+            return found.ports.get(self.inside_port) if found and found.running else None
+        return None
 
     def pids(self) -> tuple[int, ...]:
-        """Its processes as this machine sees them; none where the engine runs elsewhere."""
-        found = self.facts()
-        if not found or not found.pid or not is_in(found.pid, found.id):
-            return ()
-        return tree(found.pid)
+        """Return its processes as this machine sees them; none if they are on another machine."""
+        with suppress(HostError):
+            found = self.inspect()
+            if found and found.pid and is_in(found.pid, found.id):
+                return tree(found.pid)
+        return ()
 
 
 def engine_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Give the variables that say which engine is meant."""
+    """Return the variables that select the engine."""
     return {name: base[name] for name in ENGINE_VARIABLES if name in base}
 
 
 def engine_at(host: str | None, *, patience: float | None = None) -> RealDocker:
-    """Give the engine that a server was started on: its address is on record."""
+    """Connect to the engine that a server was started on, by the address in its state."""
     environment = dict(os.environ)
     if host and find_endpoint_host(environment) != host:
         environment["DOCKER_HOST"] = host
@@ -88,35 +84,30 @@ def engine_at(host: str | None, *, patience: float | None = None) -> RealDocker:
 
 
 def ask(host: str | None, question: Callable[[RealDocker], T]) -> T:
-    """Ask a server's engine something short. Raises HostError within seconds, also where it hangs.
+    """Ask a server's engine a short question. Raises HostError within seconds, even if it hangs.
 
-    That nobody answered in time is remembered for a moment, so that the next one need not wait.
+    A timeout is remembered for a moment, so that the next question need not wait.
     """
     where = host or find_endpoint_host(os.environ)
-    at, error = _silent.get(where, (0.0, None))
+    at, error = _timeouts.get(where, (0.0, None))
     if error and time.monotonic() - at < REMEMBERED_S:
         raise error
     try:
         return question(engine_at(host, patience=LOOK_S))
     except HostError as failed:
         if failed.id == "docker-timeout":
-            _silent[where] = (time.monotonic(), failed)
+            _timeouts[where] = (time.monotonic(), failed)
         raise
 
 
-def standing(container: str, host: str | None) -> ContainerFacts | None:
-    """How a container stands; None where it is gone. Raises HostError: no engine answers."""
-    return ask(host, lambda docker: docker.container(container))
-
-
-def hanging() -> HostError | None:
-    """The error of this environment's engine, where it was asked a moment ago and hangs."""
-    at, error = _silent.get(find_endpoint_host(os.environ), (0.0, None))
+def recent_timeout() -> HostError | None:
+    """Return the error of this environment's engine if a question just timed out."""
+    at, error = _timeouts.get(find_endpoint_host(os.environ), (0.0, None))
     return error if time.monotonic() - at < REMEMBERED_S else None
 
 
 def find_endpoint_host(environment: Mapping[str, str]) -> str:
-    """Give the address of the engine that the environment means; empty where it is not clear."""
+    """Return the address of the engine that the environment selects; empty if it is unclear."""
     try:
         return find_endpoint(environment).host
     except BakehouseError:
@@ -124,12 +115,12 @@ def find_endpoint_host(environment: Mapping[str, str]) -> str:
 
 
 def mark_engine(folder: Path, host: str) -> None:
-    """Leave word that the server has a container, should its state be lost. Raises OSError."""
+    """Record that the server has a container, in case its state is lost. Raises OSError."""
     (folder / MARKED).write_text(host)
 
 
 def marked_engine(folder: Path) -> str | None:
-    """Give the engine that was left word of: empty where it is not clear which; None: no word."""
+    """Return the recorded engine's address: empty if it is unclear, None if there is no record."""
     try:
         return (folder / MARKED).read_text().strip()
     except (OSError, ValueError):
@@ -139,15 +130,15 @@ def marked_engine(folder: Path) -> str | None:
 def make(
     docker: RealDocker, plan: ServePlan, folder: Path, nonce: str, secret: tuple[str, str] | None
 ) -> str:
-    """Make, and do not start, the container of one launch; give its id.
+    """Create the container of one launch, without starting it; return its id.
 
     A leftover of the same server is removed first. `secret` is a variable and its value. Raises
-    HostError where the name is another's, or a file to mount is not there.
+    HostError if the name is in use, or a file to mount does not exist.
     """
     if plan.container is None:
-        raise ValueError("this server runs in no container")
+        raise ValueError("the plan has no container")
     name = container_name(folder.name)
-    _take_name(docker, name, folder)
+    _free_name(docker, name, folder)
     command = plan.command(nonce)
     host = urlsplit(find_endpoint_host(getattr(docker, "environment", os.environ)))
     sockets = (host.path,) if host.scheme == "unix" and host.path else ()
@@ -167,10 +158,10 @@ def make(
 
 
 def _mount(mount: Mount, sockets: tuple[str, ...]) -> Mount:
-    """Have what is mounted: links followed, a folder made where the container is to write."""
+    """Resolve links, and create a folder that the container writes to. Raises BakehouseError."""
     if mount.volume:
         return mount
-    # A cache of the Hugging Face Hub holds links; inside, they would lead nowhere.
+    # A Hugging Face cache has symlinks, which would be broken inside.
     source = os.path.realpath(mount.source)
     if why := reaches(source, sockets):
         raise UsageError(
@@ -182,26 +173,26 @@ def _mount(mount: Mount, sockets: tuple[str, ...]) -> Mount:
             Path(source).mkdir(parents=True)
     except OSError as error:
         raise HostError(
-            f"what is to be mounted cannot be made: {error.strerror}", where=source,
-            hint="make the folder, or name another under container.volumes", id="mount-missing",
+            f"cannot create the folder to mount: {error.strerror}", where=source,
+            hint="create it, or change container.volumes", id="mount-missing",
         ) from None  # fmt: skip
     if not os.path.exists(source):
         raise HostError(
-            f"what is to be mounted is not there: {source}", where=mount.target,
-            hint="the engine would make an empty folder of it", id="mount-missing",
+            f"file or folder to mount not found: {source}", where=mount.target,
+            hint="the engine would create an empty folder there", id="mount-missing",
         )  # fmt: skip
     return mount.model_copy(update={"source": source})
 
 
-def withdraw(docker: RealDocker, folder: Path, nonce: str) -> None:
-    """Remove the container of a launch that came to nothing."""
+def remove_failed_launch(docker: RealDocker, folder: Path, nonce: str) -> None:
+    """Remove the container of a launch that failed."""
     with suppress(BakehouseError):
         for one in docker.containers({SERVER: str(folder), NONCE: nonce}):
             docker.remove(one.id)
 
 
-def _take_name(docker: RealDocker, name: str, folder: Path) -> None:
-    """Have the name free: our own leftover goes, anybody else's container stays."""
+def _free_name(docker: RealDocker, name: str, folder: Path) -> None:
+    """Remove our own leftover of this name. Raises HostError if it is another container."""
     there = docker.container(name)
     if there is None:
         return
@@ -210,37 +201,33 @@ def _take_name(docker: RealDocker, name: str, folder: Path) -> None:
         return
     whose = there.labels.get(SERVER)
     raise HostError(
-        f"another container has the name {name}" + (f": that of {whose}" if whose else ""),
+        f"another container is named {name}" + (f": that of {whose}" if whose else ""),
         where=f"container {there.id[:12]}, {there.state}",
-        hint="see whose it is with 'docker ps --all', and remove it if nobody needs it",
+        hint="look at 'docker ps --all', and remove it if nobody needs it",
         id="name-in-use",
     )
 
 
 def find(folder: Path, host: str | None) -> tuple[ContainerFacts, ...]:
-    """Give the containers of a server, by their label. Raises HostError: no engine answers."""
+    """Return the containers of a server, by their label. Raises HostError."""
     return ask(host, lambda docker: docker.containers({SERVER: str(folder)}))
 
 
 def refuse_remote(host: str) -> None:
-    """Raise HostError for an engine on another machine: neither files nor ports are ours there."""
+    """Raise HostError for an engine on another machine: our files and ports are not there."""
     parts = urlsplit(host)
     name = parts.hostname or ""
     if parts.scheme in ("tcp", "http", "https", "ssh") and not is_loopback(host):
         raise HostError(
             f"the Docker Engine is on another machine: {name}", where=host, id="docker-remote",
-            hint="weights are mounted from this machine, and proven on its loopback: run Bakehouse "
-            "on the engine's machine",
+            hint="weights are mounted from here, and the server is reached on loopback: run "
+            "Bakehouse on the engine's machine",
         )  # fmt: skip
 
 
 def folders_with(servers: Path) -> set[Path]:
-    """Give the server folders that labels of containers name, where an engine is at hand.
-
-    Nobody without an engine waits: where there is no socket, nothing is asked or imported.
-    """
-    where = find_endpoint_host(os.environ)
-    if where.startswith("unix://") and not os.path.exists(where.removeprefix("unix://")):
+    """Return the server folders that labels of containers name; empty without an engine."""
+    if not _has_engine():
         return set()
     with suppress(BakehouseError):
         found = ask(None, lambda docker: docker.containers({SERVER: ""}))
@@ -250,16 +237,20 @@ def folders_with(servers: Path) -> set[Path]:
 
 
 def clear_questions() -> None:
-    """Remove what killed runs left of their questions to images, where an engine is at hand."""
+    """Remove containers in which killed runs queried images, if there is an engine."""
+    if _has_engine():
+        with suppress(BakehouseError):
+            ask(None, lambda docker: docker.clear_left())
+
+
+def _has_engine() -> bool:
+    """Return False if the engine's socket does not exist: nothing is asked or imported then."""
     where = find_endpoint_host(os.environ)
-    if where.startswith("unix://") and not os.path.exists(where.removeprefix("unix://")):
-        return
-    with suppress(BakehouseError):
-        ask(None, lambda docker: docker.clear_left())
+    return not where.startswith("unix://") or os.path.exists(where.removeprefix("unix://"))
 
 
 def remove(found: Iterable[ContainerFacts], host: str | None) -> None:
-    """Remove containers of ours, running or not."""
+    """Remove containers of ours, running or not. Raises HostError."""
     docker = engine_at(host)
     for one in found:
         docker.remove(one.id)

@@ -1,7 +1,7 @@
-"""What runs and how it is ended: speaks to what is on disk and to the process table.
+"""Status and end of servers, from what is on disk and in the process table.
 
-Works after a crash or a reboot, and with a state file that is cut short: every process of a server
-carries the server's folder in its environment, and none is signalled on the word of a file alone.
+Works after a crash or a reboot, and with a damaged state file: every process of a server carries
+the server's folder in its environment, and none is signalled because of a file alone.
 """
 
 from __future__ import annotations
@@ -18,176 +18,187 @@ from bakehouse.ports.docker import ContainerFacts
 from bakehouse.ports.guard import descendants
 from bakehouse.serve import containers
 from bakehouse.serve import state as states
-from bakehouse.serve.aftermath import ENGINE_S, REMOVE_S
+from bakehouse.serve.keeper import ENGINE_S, REMOVE_S
 from bakehouse.serve.processes import Process, end, marked, marked_folders
-from bakehouse.serve.state import Ended, State, Unreadable
+from bakehouse.serve.state import Ended, ServerState, Unreadable
 
-KEEPER_MODULE = "bakehouse.serve.keeper"
-KEEPER_GRACE_S = 10.0
-"""What a keeper may take beyond the server's own time to stop."""
+SUPERVISOR_GRACE_S = 10.0
+"""Seconds that a supervisor may need beyond the server's own time to stop."""
+STOP_TIMEOUT_S = 20.0
+"""Seconds that a server gets to stop if its state is lost."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One server as it stands.
+class ServerStatus:
+    """The status of one server.
 
-    `word` is `running` (proven and alive), `starting` (alive, not proven yet), `paused` (alive, and
-    somebody froze its container), `orphaned` (alive without its keeper), `unclear` (its state
-    cannot be read, or its engine does not answer), `gone` (it was there and nobody saw its end) or
+    `word` is `running` (verified and alive), `starting` (alive, not verified yet), `paused` (alive,
+    its container is frozen), `orphaned` (alive without its supervisor), `unclear` (its state cannot
+    be read, or its engine does not answer), `gone` (it ended, and the cause is not known) or
     `ended`.
     """
 
     name: str
     folder: Path
     word: str
-    state: State | None
-    processes: tuple[Process, ...]
-    """The keeper first, where it lives."""
+    state: ServerState | None
+    processes: tuple[Process, ...] = ()
+    """The supervisor first, if it lives."""
     trouble: str | None = None
     containers: tuple[ContainerFacts, ...] = ()
-    """Its containers, where nothing else of it is left."""
+    """Its containers, if no process of it is left."""
     error: HostError | None = None
-    """Why its engine could not be asked: nobody knows how its container stands, then."""
+    """Why its engine could not be asked: the state of its container is not known."""
 
     @property
     def alive(self) -> bool:
-        """Whether anything of it is left: a process, or a container that nobody follows."""
+        """Whether anything of it is left: a process, or a container without a follower."""
         return bool(self.processes or self.containers)
+
+    @property
+    def stop_timeout(self) -> float:
+        """Seconds that it gets to stop."""
+        return self.state.stop_timeout if self.state else STOP_TIMEOUT_S
 
 
 def folders(places: Places, *, boxed: bool = False) -> tuple[Path, ...]:
-    """Give the folder of each server that left a trace, on disk or among the processes.
+    """Return the folder of each server that left a trace, on disk or among the processes.
 
-    One whose folder was removed runs on, and has to be found all the same; `boxed` asks the Docker
-    Engine for such ones too, where there is one.
+    A server whose folder was removed runs on, and has to be found. `boxed` also asks the Docker
+    Engine for such servers, if there is one.
     """
     there = {f for f in places.servers.iterdir() if f.is_dir()} if places.servers.is_dir() else ()
     inside = containers.folders_with(places.servers) if boxed else ()
     return tuple(sorted({*there, *marked_folders(places.servers), *inside}))
 
 
-def look(folder: Path, *, inside: bool = True) -> Seen:
-    """Find out how a server stands; what is gone is written down as gone.
+def look(folder: Path, *, inside: bool = True) -> ServerStatus:
+    """Return a server's status; record the end of one that is gone.
 
-    A server in a container is asked after at its engine too, unless `inside` is false.
+    `inside` also asks the engine about its container.
     """
     trouble = None
     try:
         known = states.read(folder)
     except Unreadable as error:
         known, trouble = None, f"its state cannot be read: {error}"
-    found = everything(folder, known)
-    boxes: tuple[ContainerFacts, ...] = ()
+    status = ServerStatus(folder.name, folder, "ended", known, trouble=trouble)
+    found = all_processes(folder, known)
+    if not found:
+        return _status_without_processes(status)
+    supervisor = next((p for p in found if is_supervisor(p, folder)), None)
+    ordered = tuple(sorted(found, key=lambda p: (p != supervisor, p.pid)))
+    status = replace(status, processes=ordered, word="starting")
+    if supervisor is None:
+        status = replace(status, word="orphaned")
+    elif known is None:
+        status = replace(status, word="unclear", trouble=trouble or "its state is missing")
+    elif known.phase == "proven" and known.server_alive:
+        status = replace(status, word="running")
+    if inside and known and known.container and known.phase != "ended":
+        return _container_status(status, known.container, known.docker)
+    return status
+
+
+def _status_without_processes(status: ServerStatus) -> ServerStatus:
+    known, trouble = status.state, status.trouble
     try:
-        boxes = () if found else left_boxes(folder, known)
+        boxes = _leftover_containers(status.folder, known)
     except HostError as error:
-        said = f"its container may still be there: {error.what}"
-        return Seen(folder.name, folder, "unclear", known, (), said, error=error)
-    keeper = next((p for p in found if is_keeper(p, folder)), None)
-    ordered = tuple(sorted(found, key=lambda p: (p != keeper, p.pid)))
+        trouble = f"its container may still exist: {error.what}"
+        return replace(status, word="unclear", trouble=trouble, error=error)
     if boxes:
         trouble = f"{trouble}; " if trouble else ""
-        return Seen(folder.name, folder, "orphaned", known, (), trouble + _box_words(boxes), boxes)
-    if known and not found and known.phase != "ended":
-        known = _note_gone(folder, known)
-        return Seen(folder.name, folder, "gone", known, ())
-    if not found:
-        word = "gone" if trouble else "ended"
-        return Seen(folder.name, folder, word, known, (), trouble)
-    if keeper is None:
-        word = "orphaned"
-    elif known is None:
-        word, trouble = "unclear", trouble or "its state is missing"
-    else:
-        word = "running" if known.phase == "proven" and known.server_alive else "starting"
-    seen = Seen(folder.name, folder, word, known, ordered, trouble)
-    return _look_inside(seen, known) if inside and known and known.container else seen
+        trouble += _describe(boxes)
+        return replace(status, word="orphaned", trouble=trouble, containers=boxes)
+    if known and known.phase != "ended":
+        return replace(status, word="gone", state=_record_gone(status.folder, known), trouble=None)
+    return replace(status, word="gone" if trouble else "ended")
 
 
-def _look_inside(seen: Seen, known: State) -> Seen:
-    """See how the container of a server stands whose processes run."""
-    if known.phase == "ended" or not known.container:
-        return seen
+def _container_status(status: ServerStatus, container: str, engine: str | None) -> ServerStatus:
     try:
-        box = containers.standing(known.container, known.docker)
+        box = containers.ask(engine, lambda docker: docker.container(container))
     except HostError as error:
-        said = f"nobody can say whether its container runs: {error.what}"
-        return replace(seen, word="unclear", trouble=said, error=error)
-    if box and box.state == "paused" and seen.word in ("running", "starting"):
-        said = f"somebody paused its container; docker unpause {box.name} lets it go on"
-        return replace(seen, word="paused", trouble=said)
-    return seen
+        trouble = f"the status of its container is not known: {error.what}"
+        return replace(status, word="unclear", trouble=trouble, error=error)
+    if box and box.state == "paused" and status.word in ("running", "starting"):
+        trouble = f"somebody paused its container; resume it with: docker unpause {box.name}"
+        return replace(status, word="paused", trouble=trouble)
+    return status
 
 
-def left_boxes(folder: Path, known: State | None) -> tuple[ContainerFacts, ...]:
-    """Give the containers of a server that has no process left.
+def _leftover_containers(folder: Path, known: ServerState | None) -> tuple[ContainerFacts, ...]:
+    """Return the containers of a server that has no process left.
 
-    The engine is asked only where there is reason to: a state or a mark that tells of a container,
-    or no folder at all. A server that ended in an orderly way took its container with it.
+    The engine is asked only if there is a reason: a state or a file that mentions a container, or
+    no folder at all. A server that ended in an orderly way removed its container.
     """
-    boxed = known and (known.container or known.docker)
-    if known and (not boxed or (known.phase == "ended" and not _lost(known))):
-        return ()
     if known:
+        lost = known.ended and known.ended.says.startswith(states.LOST)
+        if not (known.container or known.docker) or (known.phase == "ended" and not lost):
+            return ()
         return containers.find(folder, known.docker)
     if not folder.is_dir():
-        # Nothing here says that there was one: an engine that does not answer is no reason to fear.
+        # Nothing here says that it had a container: an engine that does not answer is no error.
         there = folder in containers.folders_with(folder.parent)
         return containers.find(folder, None) if there else ()
     engine = containers.marked_engine(folder)
     return () if engine is None else containers.find(folder, engine or None)
 
 
-def _lost(known: State) -> bool:
-    """Whether the engine went away from below a server: its container may have outlived that."""
-    return bool(known.ended and known.ended.says.startswith(states.LOST))
-
-
-def _box_words(boxes: Iterable[ContainerFacts]) -> str:
+def _describe(boxes: Iterable[ContainerFacts]) -> str:
     return ", ".join(f"container {one.name} is {one.state}" for one in boxes)
 
 
-def everything(folder: Path, known: State | None) -> tuple[Process, ...]:
-    """All live processes of a server: marked ones, those on record, and all below them.
+def all_processes(folder: Path, known: ServerState | None) -> tuple[Process, ...]:
+    """Return all live processes of a server: marked ones, those in its state, their descendants.
 
-    A process on record counts only if its start time and boot are the ones on record.
+    A process of the state counts only if its start time and boot match, and if it looks like what
+    was started: a supervisor, or a command with the nonce.
     """
     found = set(marked(folder))
     if known and known.this_boot:
         found |= {
-            p for p in (known.keeper, known.server) if p and p.alive and _ours(p, folder, known)
-        }
+            p for p in (known.keeper, known.server)
+            if p and p.alive
+            and (is_supervisor(p, folder) or any(known.nonce in part for part in p.command))
+        }  # fmt: skip
     for process in tuple(found):
         found |= {p for pid in descendants(process.pid) if (p := Process.of(pid))}
-    mine = {os.getpid(), os.getppid(), 1}
-    return tuple(sorted((p for p in found if p.pid not in mine), key=lambda p: p.pid))
+    others = {os.getpid(), os.getppid(), 1}
+    return tuple(sorted((p for p in found if p.pid not in others), key=lambda p: p.pid))
 
 
-def _ours(process: Process, folder: Path, known: State) -> bool:
-    """Whether a process on record also looks like what was started: the nonce is in its command."""
-    named = any(known.nonce in argument for argument in process.command)
-    return named or is_keeper(process, folder)
+def is_supervisor(process: Process, folder: Path) -> bool:
+    """Return whether a process is the supervisor of this server.
+
+    It runs as `python -m bakehouse.… FOLDER FD`; the module's name differs between versions.
+    """
+    command = process.command[-4:]
+    return (
+        len(command) == 4 and command[0] == "-m" and command[1].startswith("bakehouse.")
+        and command[2] == str(folder)
+    )  # fmt: skip
 
 
-def is_keeper(process: Process, folder: Path) -> bool:
-    """Whether a process is the keeper of this server."""
-    command = process.command
-    return KEEPER_MODULE in command and str(folder) in command
+def _record_gone(folder: Path, known: ServerState) -> ServerState:
+    """Record, once, that a server is gone and the cause is not known."""
+    cause = "its supervisor was killed" if known.this_boot else "this machine was restarted"
+    return _record_end(folder, known, "lost", f"gone: {cause}")
 
 
-def _note_gone(folder: Path, known: State) -> State:
-    """Write down, once, that a server is gone and nobody saw how."""
-    reboot = "this machine was restarted" if not known.this_boot else "its keeper was killed"
-    ended = Ended(at=states.now(), why="lost", code=None, says=f"gone: {reboot}")
-    gone = replace(known, phase="ended", ended=ended)
-    states.write(folder, gone)
+def _record_end(folder: Path, known: ServerState, why: str, says: str) -> ServerState:
+    ended = Ended(at=states.now(), why=why, code=None, says=says)
+    known = replace(known, phase="ended", ended=ended)
+    states.write(folder, known)
     states.forget_key(folder)
-    return gone
+    return known
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """What stopping came to."""
+    """The result of stopping one server."""
 
     name: str
     ran: bool
@@ -198,23 +209,27 @@ class Stopped:
 
 
 def stop(folder: Path) -> Stopped:
-    """End a server, its keeper and all their descendants; harmless where nothing runs."""
-    seen = look(folder)
-    if seen.error:
-        raise unasked(seen, seen.error, "nothing was stopped")
-    if not seen.alive:
-        how = f" ({seen.state.ended.says})" if seen.state and seen.state.ended else ""
-        return Stopped(seen.name, ran=False, killed=False, says=f"was not running{how}")
-    patience = seen.state.stop_timeout if seen.state else 20.0
-    if seen.containers:
-        return _stop_boxes(seen)
-    keeper = next((p for p in seen.processes if is_keeper(p, folder)), None)
-    if keeper:
-        boxed = seen.state is not None and seen.state.container is not None
-        grace = patience + KEEPER_GRACE_S + (ENGINE_S + REMOVE_S) * boxed
-        end(lambda: _alive([keeper]), grace=grace)
+    """End a server, its supervisor and all their descendants; harmless if nothing runs.
+
+    Raises HostError if its Docker Engine does not answer.
+    """
+    status = look(folder)
+    if status.error:
+        raise engine_error(status, status.error, "nothing was stopped")
+    if not status.alive:
+        how = f" ({status.state.ended.says})" if status.state and status.state.ended else ""
+        return Stopped(status.name, ran=False, killed=False, says=f"was not running{how}")
+    if status.containers:
+        return _stop_containers(status)
+    supervisor = next((p for p in status.processes if is_supervisor(p, folder)), None)
+    grace = status.stop_timeout
+    if supervisor:
+        boxed = status.state is not None and status.state.container is not None
+        longest = grace + SUPERVISOR_GRACE_S + (ENGINE_S + REMOVE_S) * boxed
+        end(lambda: [supervisor] if supervisor.alive else [], grace=longest)
+        grace = 2.0
     known = _read(folder)
-    killed = end(lambda: everything(folder, known), grace=2.0 if keeper else patience)
+    killed = end(lambda: all_processes(folder, known), grace=grace)
     known = _read(folder)
     lost: HostError | None = None
     if known and known.container:
@@ -224,51 +239,48 @@ def stop(folder: Path) -> Stopped:
             lost = error
     states.forget_key(folder)
     if known and (lost or known.phase != "ended"):
-        says = f"{states.LOST}: {lost.what}" if lost else "stopped as asked"
-        ended = Ended(at=states.now(), why="stopped", code=None, says=says)
-        states.write(folder, replace(known, phase="ended", ended=ended))
+        _record_end(
+            folder, known, "stopped", f"{states.LOST}: {lost.what}" if lost else "stopped as asked"
+        )
     if lost:
-        raise unasked(seen, lost, "its processes were ended; its container may still be there")
+        raise engine_error(status, lost, "its processes were ended; its container may still exist")
     by_kill = killed or bool(known and known.ended and known.ended.code == -9)
     says = "stopped" + (" (it ignored TERM and was killed)" if by_kill else "")
-    return Stopped(seen.name, ran=True, killed=by_kill, says=says)
+    return Stopped(status.name, ran=True, killed=by_kill, says=says)
 
 
 def wait_for_end(folder: Path) -> None:
     """Wait until no process of a server is left, as long as an orderly end may take."""
-    seen = look(folder, inside=False)
-    patience = seen.state.stop_timeout if seen.state else 20.0
-    deadline = time.monotonic() + patience + KEEPER_GRACE_S + ENGINE_S + REMOVE_S
-    while everything(folder, seen.state) and time.monotonic() < deadline:
+    status = look(folder, inside=False)
+    longest = status.stop_timeout + SUPERVISOR_GRACE_S + ENGINE_S + REMOVE_S
+    deadline = time.monotonic() + longest
+    while all_processes(folder, status.state) and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
-def unasked(seen: Seen, error: HostError, so: str) -> HostError:
-    """Make the error for a server whose engine does not answer; `so` says what came of it."""
+def engine_error(status: ServerStatus, error: HostError, result: str) -> HostError:
+    """Return the error for a server whose engine does not answer; `result` is what was done."""
     return HostError(
-        f"{seen.name}: nobody can say how its container stands: {error.what}; {so}",
+        f"{status.name}: the status of its container is not known: {error.what}; {result}",
         where=error.where, hint=error.hint, id=error.id,
     )  # fmt: skip
 
 
-def _stop_boxes(seen: Seen) -> Stopped:
-    """Remove what a crash of everything else left behind."""
-    containers.remove(seen.containers, seen.state.docker if seen.state else None)
-    states.forget_key(seen.folder)
-    if seen.state and seen.state.phase != "ended":
-        _note_gone(seen.folder, seen.state)
-    elif seen.state:
-        ended = Ended(at=states.now(), why="stopped", code=None, says="stopped as asked")
-        states.write(seen.folder, replace(seen.state, ended=ended))
-    says = f"stopped: {_box_words(seen.containers)}, and nobody followed it any more; removed"
-    return Stopped(seen.name, ran=True, killed=False, says=says)
+def _stop_containers(status: ServerStatus) -> Stopped:
+    """Remove the containers that a crash left behind."""
+    known = status.state
+    containers.remove(status.containers, known.docker if known else None)
+    states.forget_key(status.folder)
+    if known and known.phase != "ended":
+        _record_gone(status.folder, known)
+    elif known:
+        _record_end(status.folder, known, "stopped", "stopped as asked")
+    names = ", ".join(box.name for box in status.containers)
+    says = f"stopped: removed orphaned container {names}"
+    return Stopped(status.name, ran=True, killed=False, says=says)
 
 
-def _alive(processes: Iterable[Process]) -> list[Process]:
-    return [p for p in processes if p.alive]
-
-
-def _read(folder: Path) -> State | None:
+def _read(folder: Path) -> ServerState | None:
     try:
         return states.read(folder)
     except Unreadable:

@@ -1,66 +1,73 @@
-"""The memory guard: when the machine is about to run out of memory, and who says so.
+"""The memory guard: notices that memory is about to run out, and explains how a server ended.
 
-Going over does not kill a process on unified memory, it stalls the machine for good. So the keeper
-samples what the kernel knows, several times a second, and acts while there is memory left to act
-with. Judging is pure (`Guard`); reading is `Sensor`. Standard library only: the keeper runs this.
+Running out of memory does not kill a process on unified memory, it stalls the machine for good. So
+the supervisor samples the kernel's figures several times a second and acts while some memory is
+left. Judging is pure (`Guard`), reading is `Sensor`. Standard library only: the supervisor runs it.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bakehouse.serve.oom import kernel_messages, open_ring
-from bakehouse.serve.room import limited_groups
 from bakehouse.util.text import size_text as amount
 
 GIB, MIB = 2**30, 2**20
 SLOW_S, FAST_S = 0.2, 0.1
-"""Between two samples: 5 Hz where there is plenty, 10 Hz near the bounds."""
+"""Seconds between two samples: 5 Hz with plenty of memory, 10 Hz near the limits."""
 NEAR = 1.5
-"""Below so many times the warning level the samples come fast."""
+"""Samples come fast below this multiple of the warning level."""
 WINDOW_S = 1.0
-"""Rates are taken over so long, in seconds."""
+"""Rates are averaged over this many seconds."""
 SHORTEST_S = 0.09
-"""A rate over less than this would be noise."""
+"""Rates over fewer seconds are noise."""
 AHEAD_S = 1.0
-"""Memory that falls from the warning level to the stopping level within this is stopped at once."""
+"""Below the warning level: stop if memory reaches the stop level within this many seconds."""
 URGENT_S = 0.3
-"""Memory that falls to the stopping level within this, by its last two steps alike, is stopped
-whatever is left: a steep fall leaves no time to see whether it ends by itself."""
+"""At any level: stop at once if the last two steps both reach the stop level within this many
+seconds. A fall this steep leaves no time to wait for its end."""
 IN_A_ROW = 2
-"""So many samples must agree before a server is stopped."""
+"""Samples that have to agree before a server is stopped."""
 PATIENCE = 0.25
-"""Of the time until nothing is left, what a server gets between TERM and KILL."""
+"""Share of the time until no memory is left that a server gets between TERM and KILL."""
 RECOVERED = 1.25
-"""A new warning needs memory to have come back to so many times the warning level."""
+"""A new warning needs memory to return to this multiple of the warning level."""
+UNLIMITED = 2**60
+"""Bytes; cgroup v1 writes a huge number if there is no limit."""
 LINES = re.compile(r"out of memory|oom-kill|killed process|NV_ERR_NO_MEMORY", re.IGNORECASE)
 DRIVER = re.compile(r"NV_ERR_NO_MEMORY|NVRM: .*out of memory", re.IGNORECASE)
+KILLED = re.compile(rb"[Kk]illed process (\d+)[, ]")
+KMSG_RECORD = 8192
+"""Bytes; no record of /dev/kmsg is longer."""
+NO_GPU_MEMORY = "the GPU driver reports that it ran out"
+_FILE_STATS = (b"inactive_file", b"active_file", b"total_inactive_file", b"total_active_file")
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where the guard acts. Bytes; `stall` is a share of time, `swap` bytes a second."""
+    """When the guard acts. Bytes; `stall` is a share of time, `swap` bytes per second."""
 
     warn: int
     stop: int
     stall: float
     swap: int
     driver: bool = False
-    """Whether the server ends when the GPU's driver reports that it has no memory left: on unified
-    memory a hard reset of the machine is what follows. Elsewhere that is worth a warning."""
+    """Whether to stop the server when the GPU driver reports that memory ran out: on unified memory
+    the machine needs a hard reset next. Elsewhere the guard only warns."""
 
     @classmethod
     def usual(cls, total: int, *, unified: bool) -> Bounds:
-        """Bounds for a machine with `total` bytes of memory.
+        """Return the defaults for a machine with `total` bytes of memory.
 
-        On unified memory going over stalls the machine for good: 1% and at least 1 GiB must be
-        left, 3% and 2 GiB are worth a warning. Elsewhere the kernel can still end a process, and
-        the guard only forestalls that.
+        Running out of unified memory stalls the machine for good: at least 1% and 1 GiB must stay
+        free, the guard warns below 3% and 2 GiB. Elsewhere the kernel can still kill a process,
+        and the guard only acts before it does.
         """
         if unified:
             return cls(max(2 * GIB, total * 3 // 100), max(GIB, total // 100), 0.25, 64 * MIB, True)
@@ -70,7 +77,7 @@ class Bounds:
     def changed(
         self, warn: int | None, stop: int | None, stall: float | None, swap: int | None
     ) -> Bounds:
-        """Put in what a recipe says; the level that it leaves out gives way to the other."""
+        """Apply a recipe's values; a level that it does not set follows the one that it sets."""
         if stop is None:
             stop = self.stop if warn is None else min(self.stop, warn)
         return Bounds(
@@ -84,24 +91,24 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the kernel says at one moment. Seconds and bytes; counters run since boot."""
+    """The kernel's figures at one moment. Seconds and bytes; counters run since boot."""
 
     at: float
     available: int
-    """What can be had without swapping, in the machine or in our control group."""
+    """Memory available without swapping, in the machine or in our cgroup."""
     swapped: int = 0
     """Swapped in and out, together."""
     stalled: float = 0.0
-    """Seconds in which every task waited for memory (PSI, `full`)."""
+    """Seconds in which all tasks waited for memory (PSI, `full`)."""
     kills: int = 0
-    """Processes that the kernel ended for want of memory."""
+    """Processes that the kernel killed because memory ran out."""
     messages: tuple[str, ...] = ()
-    """What the kernel logged about that since the last reading."""
+    """Kernel messages about that since the last reading."""
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """A warning, or the order to stop. `figures` are those of the moment."""
+    """A warning, or an order to stop, with the figures of that moment."""
 
     kind: str
     """`warn` or `stop`."""
@@ -110,7 +117,7 @@ class Alarm:
     messages: tuple[str, ...] = ()
 
     def patience(self, most: float) -> float:
-        """Seconds between TERM and KILL, `most` at most: while it falls, it goes on falling."""
+        """Return the seconds between TERM and KILL, at most `most`: less if memory falls fast."""
         falling = self.figures.get("falling_per_second", 0.0)
         left = self.figures.get("available", 0.0) / falling if falling > 0 else most / PATIENCE
         return min(most, PATIENCE * left)
@@ -122,12 +129,12 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Rates:
-    """How things move. Bytes and seconds a second."""
+    """Rates of change, in bytes or seconds per second; never negative."""
 
     falling: float = 0.0
-    """What is lost a second, over the window and over the last step alike; never negative."""
+    """Memory lost, both over the window and over the last step."""
     steep: float = 0.0
-    """What is lost a second over each of the last two steps; never negative."""
+    """Memory lost over each of the last two steps."""
     swap: float = 0.0
     stall: float = 0.0
     kills: int = 0
@@ -146,32 +153,31 @@ class Guard:
 
     @property
     def interval(self) -> float:
-        """Seconds until the next sample is wanted."""
+        """Seconds until the next sample."""
         if not self.seen:
             return SLOW_S
         soon = self.seen[-1].available - max(self.last.falling, self.last.steep)
         return FAST_S if soon < NEAR * self.bounds.warn else SLOW_S
 
     def look(self, reading: Reading) -> Alarm | None:
-        """Take a reading in; give an alarm where it raises one."""
+        """Judge one more reading; return an alarm, or None."""
         rates = self.last = self._rates(reading)
         self.seen.append(reading)
         while len(self.seen) > 2 and self.seen[1].at < reading.at - WINDOW_S:
             self.seen.popleft()
         driver = any(DRIVER.search(message) for message in reading.messages)
         if driver and self.bounds.driver:
-            why = "the GPU's driver reports that it has none"
-            return self._alarm("stop", why, reading, rates)
+            return self._alarm("stop", NO_GPU_MEMORY, reading, rates)
         urgent = rates.steep * URGENT_S > max(0, reading.available - self.bounds.stop)
         stop = self._stops(reading, rates)
         if urgent:
-            stop = stop or f"falling by {amount(rates.steep)} a second"
+            stop = stop or f"falling by {amount(rates.steep)} per second"
         self.bad = self.bad + 1 if stop else 0
         if stop and (self.bad >= IN_A_ROW or rates.kills or urgent):
             return self._alarm("stop", stop, reading, rates)
         if driver and not self.driver:
             self.driver = True
-            return self._alarm("warn", "the GPU's driver reports that it has none", reading, rates)
+            return self._alarm("warn", NO_GPU_MEMORY, reading, rates)
         if reading.available > RECOVERED * self.bounds.warn:
             self.warned = False
         if self.warned or reading.available >= self.bounds.warn:
@@ -183,7 +189,7 @@ class Guard:
         if not self.seen:
             return Rates()
         first = self.seen[0]
-        # The last step is long enough to mean something: a single burst is over by then.
+        # The last step is long enough for a single burst to be over.
         step = next((r for r in reversed(self.seen) if now.at - r.at >= SHORTEST_S), first)
         span, last = now.at - first.at, now.at - step.at
         kills = max(0, now.kills - self.seen[-1].kills)
@@ -203,18 +209,21 @@ class Guard:
         )
 
     def _stops(self, now: Reading, rates: Rates) -> str | None:
-        """Why the server has to be stopped, if it has to."""
+        """Return why the server has to be stopped, or None."""
         bounds = self.bounds
         if now.available < bounds.stop:
             return f"below {amount(bounds.stop)}"
         if now.available >= bounds.warn:
-            return None  # whatever stalls or swaps, it is not for want of memory
+            return None  # there is memory left, so stalls and swapping have another cause
         soon = now.available - rates.falling * AHEAD_S
         reasons = (
-            (rates.kills > 0, "the kernel has begun to end processes"),
-            (soon < bounds.stop, f"falling by {amount(rates.falling)} a second"),
-            (rates.stall > bounds.stall, f"every task waited for it {rates.stall:.0%} of the time"),
-            (rates.swap > bounds.swap > 0, f"{amount(rates.swap)} a second were swapped"),
+            (rates.kills > 0, "the kernel has started to kill processes"),
+            (soon < bounds.stop, f"falling by {amount(rates.falling)} per second"),
+            (
+                rates.stall > bounds.stall,
+                f"all tasks stalled on memory {rates.stall:.0%} of the time (PSI full)",
+            ),
+            (rates.swap > bounds.swap > 0, f"swapping {amount(rates.swap)} per second"),
         )
         return next((reason for holds, reason in reasons if holds), None)
 
@@ -232,9 +241,9 @@ class Guard:
 
 
 class Sensor:
-    """Reads the kernel's figures through files that stay open, so that a sample costs little.
+    """Reads the kernel's figures from files that stay open, so that a sample is cheap.
 
-    `proc`, `groups` and `ring` are replaced in tests. What the kernel does not offer reads as 0.
+    Tests replace `proc`, `groups` and `ring`. Figures that the kernel does not offer are 0.
     """
 
     def __init__(
@@ -247,19 +256,19 @@ class Sensor:
         self._memory = _open(proc / "meminfo")
         self._counters = _open(proc / "vmstat")
         self._pressure = _open(proc / "pressure" / "memory")
-        self._ring = open_ring() if ring else None
-        self._groups = limited_groups(proc / "self" / "cgroup", groups)
+        self._ring = open_kmsg() if ring else None
+        self._groups = limited_cgroups(proc / "self" / "cgroup", groups)
         self.page = os.sysconf("SC_PAGE_SIZE")
 
     def read(self, at: float) -> Reading | None:
-        """Sample at `at` (seconds of a monotonic clock); None where the kernel does not say."""
+        """Take a sample at `at`, in seconds of a monotonic clock; None if /proc gives none."""
         found = re.search(rb"MemAvailable:\s+(\d+)", _read(self._memory))
         if not found:
             return None
         available = int(found[1]) * 1024
         for group in self._groups:
-            room = group.room()
-            available = available if room is None else min(available, room)
+            left = group.available()
+            available = available if left is None else min(available, left)
         counters = _read(self._counters)
         swapped = _counter(counters, b"pswpin") + _counter(counters, b"pswpout")
         stalled = re.search(rb"full .*total=(\d+)", _read(self._pressure))
@@ -273,7 +282,7 @@ class Sensor:
         )
 
     def _new_messages(self) -> tuple[str, ...]:
-        if self._ring is None or not (raw := kernel_messages(self._ring)):
+        if self._ring is None or not (raw := read_kmsg(self._ring)):
             return ()
         lines = raw.decode(errors="replace").splitlines()
         return tuple(line.partition(";")[2][:300] for line in lines if LINES.search(line))[:20]
@@ -296,3 +305,163 @@ def _read(file: int | None) -> bytes:
 def _counter(text: bytes, name: bytes) -> int:
     _, found, rest = text.partition(b"\n" + name + b" ")
     return int(rest.partition(b"\n")[0]) if found else 0
+
+
+def memory_cgroups(membership: Path, root: Path) -> Iterator[tuple[str, Path, Path]]:
+    """Yield `controllers, hierarchy, folder` of each memory cgroup that we are in, v1 or v2."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers in {"", "memory"}:
+            yield controllers, root / controllers, root / controllers / path.lstrip("/")
+
+
+@dataclass(frozen=True)
+class CgroupMemory:
+    """One cgroup with a memory limit: of a container, or a systemd slice."""
+
+    folder: Path
+    limit: str
+    usage: str
+
+    def available(self) -> int | None:
+        """Return bytes up to the limit, page cache counted as free; None if there is no limit."""
+        try:
+            limit = _number((self.folder / self.limit).read_bytes())
+            used = _number((self.folder / self.usage).read_bytes())
+            stat = (self.folder / "memory.stat").read_bytes()
+        except OSError:
+            return None
+        if limit is None or used is None or limit >= UNLIMITED:
+            return None
+        counts = dict(re.findall(rb"^(\w+) (\d+)$", stat, re.MULTILINE))
+        files = [int(counts.get(name, 0)) for name in _FILE_STATS]
+        return max(0, limit - used + max(sum(files[:2]), sum(files[2:])))
+
+
+def limited_cgroups(membership: Path, root: Path) -> tuple[CgroupMemory, ...]:
+    """Return our cgroup and those above it that have a memory limit."""
+    found = []
+    for controllers, base, folder in memory_cgroups(membership, root):
+        names = ("memory.max", "memory.current")
+        if controllers:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        for each in (folder, *folder.parents):
+            if not each.is_relative_to(base):
+                break
+            group = CgroupMemory(each, *names)
+            if group.available() is not None:
+                found.append(group)
+    return tuple(found)
+
+
+def cgroup_kills(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Return how many processes of our cgroup the kernel has killed; 0 if it is not known."""
+    for _, _, folder in memory_cgroups(membership, root):
+        for name in ("memory.events", "memory.oom_control"):
+            found = re.search(rb"^oom_kill (\d+)", _read_file(folder / name), re.MULTILINE)
+            if found:
+                return int(found[1])
+    return 0
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _number(text: bytes) -> int | None:
+    """Read a number; None for `max` and anything else."""
+    return int(text) if text.strip().isdigit() else None
+
+
+def open_kmsg(*, from_now: bool = True) -> int | None:
+    """Open the kernel's log if we may; `from_now` skips the messages so far."""
+    try:
+        kmsg = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if from_now:
+        os.lseek(kmsg, 0, os.SEEK_END)
+    return kmsg
+
+
+def read_kmsg(kmsg: int) -> bytes:
+    """Read the new messages of the kernel's log; never blocks."""
+    found = b""
+    try:
+        while len(found) < 1 << 22:
+            try:
+                record = os.read(kmsg, KMSG_RECORD)
+            except BrokenPipeError:
+                continue
+            if not record:
+                break
+            found += record
+    except OSError:
+        return found
+    return found
+
+
+class OomWatch:
+    """Counts kernel OOM kills from its creation on."""
+
+    def __init__(self) -> None:
+        self.before = cgroup_kills()
+
+    def killed(self, pid: int) -> bool | None:
+        """Return True if the kernel killed a process for memory; None if that is not known."""
+        if cgroup_kills() > self.before:
+            return True
+        kmsg = open_kmsg(from_now=False)
+        if kmsg is None:
+            return None
+        messages = read_kmsg(kmsg)
+        os.close(kmsg)
+        return True if any(int(found) == pid for found in KILLED.findall(messages)) else None
+
+
+def describe_end(code: int | None, why: str, oom: bool | None, reason: str = "") -> str:
+    """Describe in one sentence how a server ended; `code` as in `Ended`, `reason` the guard's."""
+    if why == "stopped":
+        return "stopped as asked"
+    if why == "unproven":
+        return "stopped: the `serve` that was verifying it went away first"
+    if why == "memory":
+        return f"stopped by the memory guard, before the machine stalls: {reason}"
+    if code is None:
+        return "ended, and the cause is not known"
+    if code >= 0:
+        missing = " (not found or not permitted)" * (code in (126, 127))
+        return f"exited by itself with {code}{missing}"
+    return f"died of {signal_name(-code)}{_signal_meaning(-code, oom)}"
+
+
+def signal_name(number: int) -> str:
+    """Return `SIGTERM` for 15."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _signal_meaning(number: int, oom: bool | None) -> str:
+    if number == signal.SIGKILL:
+        if oom:
+            return ": the kernel killed it because memory ran out"
+        return ": somebody killed it, or the kernel did because memory ran out"
+    meanings: dict[int, str] = {
+        signal.SIGILL: ": an instruction that this CPU does not have, so it was built for another "
+        "CPU",
+        signal.SIGABRT: ": it aborted, on a failed assertion",
+        signal.SIGSEGV: ": a memory fault in the server, or a model file changed or vanished",
+        signal.SIGBUS: ": a memory fault in the server, or a model file changed or vanished",
+    }
+    return meanings.get(number, "")

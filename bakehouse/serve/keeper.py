@@ -1,12 +1,12 @@
-"""The keeper: one small process for each server. It is the server's parent, and its guard.
+"""The supervisor: one small process per server. It is the server's parent, and watches it.
 
-Run as `python -m bakehouse.serve.keeper FOLDER FD` by `serve.launch`; FD is a socket over which it
-is told, as one JSON line, what to start, and later that the server is proven. Until then the end
-of whoever holds the other end, however it comes, ends the server: what was never proven does not
-live on. A TERM to the keeper stops the server. Should the keeper itself be killed, the kernel kills
-the server with it (PDEATHSIG): an unwatched server is not left behind either.
+The launcher runs it as `python -m THIS_MODULE FOLDER FD`. Over the socket FD it gets, as one JSON
+line, what to start, and later that the server is verified. Until then the server ends as soon as
+the other end of the socket closes, for whatever reason: an unverified server never lives on. A TERM
+to the supervisor stops the server. If the supervisor itself is killed, the kernel kills the server
+too (PDEATHSIG), so no server runs unwatched.
 
-Standard library only, save for the signatures, which are loaded once the server runs.
+Standard library only, except the log signatures, which are loaded once the server runs.
 """
 
 from __future__ import annotations
@@ -19,40 +19,50 @@ import resource
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bakehouse.ports.guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, descendants
-from bakehouse.serve import aftermath, oom, state
-from bakehouse.serve.guard import SLOW_S, Guard, Sensor
+from bakehouse.serve import state
+from bakehouse.serve.guard import SLOW_S, Guard, OomWatch, Sensor, describe_end
 from bakehouse.serve.processes import Process, end
-from bakehouse.serve.state import Ended, Spec, State
+from bakehouse.serve.state import Ended, ServerState, SupervisorInput
 from bakehouse.serve.watch import LogWatch
 
 LEFTOVERS_S = 2.0
-"""What a server leaves running when it ends gets so long, in seconds, between TERM and KILL."""
+"""Seconds between TERM and KILL for processes that a server leaves behind."""
 MEMORY_GRACE_S = 2.0
-"""A server that the memory guard stops gets no more between TERM and KILL, in seconds."""
+"""Maximum seconds between TERM and KILL for a server that the memory guard stops."""
 ALARMS = 20
-"""So many alarms of the guard are kept."""
+"""Maximum number of the guard's alarms kept in the state."""
 MCL_CURRENT, MCL_ONFAULT = 1, 4
 OOM_SCORE = 500
-"""Where memory runs out, the kernel should take the server and not its neighbours."""
+"""If memory runs out, the kernel should kill the server and not its neighbours."""
+CONTAINER_NOTE = "container.json"
+"""In the server's folder: how its container ended, or why it never started."""
+REMOVE_S = 60.0
+"""Seconds that removing a container without a follower may take."""
+ENGINE_S = 5.0
+"""Seconds that the Docker Engine may need beyond the server's own time to stop."""
+KILL_CONTAINER = signal.SIGUSR1
+"""Tells the follower to kill its container at once."""
 
 
-class Keeper:
-    """The life of one server, from its start to its record of how it ended."""
+class Supervisor:
+    """Runs one server from its start until its end is recorded."""
 
     def __init__(self, folder: Path, control: socket.socket) -> None:
         self.folder = folder
         self.control: socket.socket | None = control
         self.heard = b""
-        self.spec = Spec.from_json(self._line(wait=True))
-        self.state: State = self.spec.state
+        self.spec = SupervisorInput.from_json(self._line(wait=True))
+        self.state: ServerState = self.spec.state
         self.child = 0
         self.status: int | None = None
         self.why: str | None = None
@@ -62,7 +72,7 @@ class Keeper:
         self.log = LogWatch(
             folder / "server.log", self.spec.engine, frozenset(self.spec.known_losses)
         )
-        self.oom = oom.Watch()
+        self.oom = OomWatch()
         self.guard = Guard(self.spec.guard) if self.spec.guard else None
         self.sensor = Sensor()
         self.sampled = self.read_at = 0.0
@@ -70,15 +80,15 @@ class Keeper:
         self.blind = False
 
     def run(self) -> None:
-        """Start the server, watch it to its end, write down how it ended."""
+        """Start the server, watch it, and record how it ended."""
         wake = _signals()
         self.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.child = self._start()
         self._note(keeper=Process.of(os.getpid()), server=Process.of(self.child))
         if self.written is None:
-            raise SystemExit("the server's state cannot be written")  # nobody could find it again
+            raise SystemExit("cannot write the server's state")  # nobody could find it again
         self._tell({"event": "started", "pid": self.child})
-        # Where memory runs out we must not wait for our own pages; refused to most users, then not.
+        # When memory runs out we must not wait for our own pages; not all users may lock them.
         self.libc.mlockall(MCL_CURRENT | MCL_ONFAULT)
         with selectors.DefaultSelector() as selector:
             selector.register(wake, selectors.EVENT_READ, "wake")
@@ -96,7 +106,7 @@ class Keeper:
         self._finish()
 
     def _start(self) -> int:
-        """Fork the server into its own session, tied to this process."""
+        """Fork the server into its own session; it dies with this process."""
         keeper = os.getpid()
         out = os.open(self.folder / "server.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -116,7 +126,7 @@ class Keeper:
             for source, target in ((nothing, 0), (out, 1), (out, 2)):
                 os.dup2(source, target)
             os.closerange(3, 4096)
-            _lower_claims(last=bool(self.spec.run))
+            _set_limits(follower=bool(self.spec.run))
             os.chdir(self.spec.cwd)
             os.execve(argv[0], list(argv), env)  # noqa: S606 - this is where the argv becomes a process
         except OSError as error:
@@ -124,12 +134,12 @@ class Keeper:
             os._exit(126 if isinstance(error, PermissionError) else 127)
 
     def _woken(self, wake: int) -> None:
-        """Take TERM as the wish to stop; SIGCHLD only wakes."""
+        """Handle TERM as a request to stop; SIGCHLD only wakes."""
         if signal.SIGTERM in os.read(wake, 512):
             self.why = "stopped"
 
     def _listen(self, control: socket.socket) -> bool:
-        """Take what `serve` says; False when it has gone, or has let go."""
+        """Handle messages of `serve`; False once it closed the connection."""
         try:
             chunk = control.recv(65536)
         except (BlockingIOError, InterruptedError):
@@ -148,13 +158,13 @@ class Keeper:
         return bool(chunk)
 
     def _take_proof(self, message: dict[str, Any]) -> None:
-        """Note that the server is proven; one of which that cannot be on record is stopped."""
+        """Record that the server is verified; stop it if that cannot be written."""
         self._note(
             phase="proven", proven=state.now(), record=message.get("record"),
             foreground=bool(message.get("foreground")),
         )  # fmt: skip
         if self.written is None:
-            self.why, self.says = "refused", "that it was proven could not be written down"
+            self.why, self.says = "refused", "its verification could not be recorded"
         else:
             self._tell({"event": "proven"})
 
@@ -168,7 +178,7 @@ class Keeper:
         return line.decode()
 
     def _let_go(self) -> None:
-        """The other end is gone: right after the proof, and reason to stop before it."""
+        """`serve` closed the connection: fine once verified, a reason to stop before."""
         if self.control:
             self.control.close()
         self.control = None
@@ -178,12 +188,12 @@ class Keeper:
             self.why = "stopped"
 
     def _pause(self) -> float:
-        """Seconds until the next sample of memory, or look at the log, is due."""
+        """Seconds until the next memory sample or log read is due."""
         wanted = self.guard.interval if self.guard else SLOW_S
         return max(0.0, min(wanted, SLOW_S) - (time.monotonic() - self.sampled))
 
     def _look(self) -> None:
-        """Sample memory, and read the log somewhat more seldom."""
+        """Sample memory, and read the log less often."""
         now = time.monotonic()
         if now - self.sampled + 0.001 >= (self.guard.interval if self.guard else SLOW_S):
             self.sampled = now
@@ -195,7 +205,7 @@ class Keeper:
                 self._save()
 
     def _watch_memory(self, now: float) -> None:
-        """Warn, and then stop our own server, before the machine has no memory left."""
+        """Warn, then stop our own server, before the machine runs out of memory."""
         reading = self.sensor.read(now) if self.guard else None
         alarm = self.guard.look(reading) if self.guard and reading else None
         if alarm is None:
@@ -204,16 +214,16 @@ class Keeper:
         alarms = (*self.state.alarms, noted)[-ALARMS:]
         self.state = replace(self.state, alarms=alarms)
         if alarm.kind == "stop":
-            self.why, self.says = self.why or "memory", alarm.reason  # written down when it is over
+            self.why, self.says = self.why or "memory", alarm.reason  # recorded at the end
             self.patience = alarm.patience(MEMORY_GRACE_S)
         else:
-            self._save(sync=False)  # a disk that swaps may keep us
+            self._save(sync=False)  # a disk that swaps could block us
         self._tell({"event": "alarm", "alarm": noted})
 
     def _read_log(self) -> None:
-        """Note what the log shows since the proof; up to it whoever proves reads the log.
+        """Record log findings since the verification, which reads the log up to then itself.
 
-        A log that cannot be judged is no reason to end a server, and is said, once.
+        If the log cannot be scanned the server runs on; this is recorded once.
         """
         if self.state.phase != "proven" or self.blind:
             return
@@ -222,13 +232,13 @@ class Keeper:
         except Exception as error:
             self.blind = True
             traceback.print_exc()
-            line = f"its log is watched no more: {type(error).__name__}: {error}"
+            line = f"its log is no longer scanned: {type(error).__name__}: {error}"
             findings = [{"id": "not-watched", "severity": "lost", "line_number": 0, "line": line}]
         if findings:
             self._note(findings=(*self.state.findings, *findings)[:50])
 
     def _reap(self) -> None:
-        """Collect whatever ended below, and remember how the server itself did."""
+        """Reap ended children, and keep the server's exit status."""
         try:
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 if found[0] == self.child:
@@ -237,44 +247,64 @@ class Keeper:
             return
 
     def _finish(self) -> None:
-        """Stop what still runs, all of it, and record the end."""
+        """Stop everything that still runs and record the end."""
         if self.status is None:
             grace = self.state.stop_timeout
             if self.why == "memory":
                 grace = min(grace, self.patience)
             first = signal.SIGTERM
             if self.spec.run:
-                # What follows a container needs time of its own: for the engine, and to clean up.
-                first = aftermath.AT_ONCE if self.why == "memory" else first
-                grace += aftermath.ENGINE_S
+                # The follower needs more time, for the Docker Engine and to clean up.
+                first = KILL_CONTAINER if self.why == "memory" else first
+                grace += ENGINE_S
             _end_group(self.child, grace, self._reap, first)
         end(self._below, grace=LEFTOVERS_S, tick=self._reap)
         self._reap()
         self._read_log()
         code = None if self.status is None else os.waitstatus_to_exitcode(self.status)
         why = self.why or "exited"
-        says = self._words(code, why)
+        says = self._describe_end(code, why)
         ended = Ended(at=state.now(), why=why, code=code, says=says)
         self._note(phase="ended", ended=ended)
         self._keep_alarms()
         state.forget_key(self.folder)
         self._tell({"event": "ended", "says": says, "code": code, "why": why})
 
-    def _words(self, code: int | None, why: str) -> str:
-        """Say how it ended; for a container its own note, and what a killed follower left goes."""
-        note: dict[str, Any] = {}
-        if self.spec.run:
-            note = aftermath.clear(self.folder, self.state.container or "", self.spec.env)
+    def _describe_end(self, code: int | None, why: str) -> str:
+        """Describe how it ended, by its container's note if it has one."""
+        note = self._container_note() if self.spec.run else {}
         if "lost" in note:
             return f"{state.LOST}: {note['lost']}"
         if why == "refused":
             return f"stopped: {self.says}"
         if why == "exited" and "says" in note:
             return str(note["says"])
-        return oom.explain(code, why, self.oom.killed(self.child), self.says)
+        return describe_end(code, why, self.oom.killed(self.child), self.says)
+
+    def _container_note(self) -> dict[str, Any]:
+        """Return how the container ended; `lost` in it says why it may still exist.
+
+        Without a complete note the follower was killed: its container is removed.
+        """
+        note = read_container_note(self.folder)
+        if not self.state.container or (note and "lost" not in note):
+            return note
+        error = "the Docker Engine did not remove its container in time"
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(
+                [*self.spec.run[:3], "--remove", self.state.container],
+                env=self.spec.env, timeout=REMOVE_S, check=False, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, text=True, errors="replace",
+            )  # fmt: skip
+            if done.returncode == 0:
+                note.pop("lost", None)
+                return {"says": "was removed: the process following its container was killed",
+                        **note}  # fmt: skip
+            error = done.stdout.strip() or error
+        return {**note, "lost": error}
 
     def _keep_alarms(self) -> None:
-        """Put the guard's alarms into the record too: the next launch writes a new state."""
+        """Copy the alarms into the run's folder: the next launch overwrites the state."""
         if self.state.alarms and self.state.record:
             text = json.dumps(list(self.state.alarms), indent=2) + "\n"
             with contextlib.suppress(OSError):
@@ -288,9 +318,9 @@ class Keeper:
         self._save()
 
     def _save(self, *, sync: bool = True) -> None:
-        """Write the state. A full disk is no reason to end a server: it is tried again later.
+        """Write the state. If the disk is full the server runs on, and this is retried.
 
-        So is a file that was removed or changed: as long as the keeper lives it knows better.
+        A state file that was removed or edited is written again, too.
         """
         self.written = None
         with contextlib.suppress(OSError):
@@ -305,8 +335,17 @@ class Keeper:
                 return
 
 
-def _end_group(leader: int, grace: float, reap: object, first: int = signal.SIGTERM) -> None:
-    """TERM, or another signal, to the server's group, once; KILL to it after `grace` seconds."""
+def read_container_note(folder: Path) -> dict[str, Any]:
+    """Return what the follower wrote about the container's end; empty if there is nothing."""
+    try:
+        found = json.loads((folder / CONTAINER_NOTE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _end_group(leader: int, grace: float, reap: Callable[[], None], first: int) -> None:
+    """Send `first` to the server's process group once, and KILL after `grace` seconds."""
     for number, patience in ((first, grace), (signal.SIGKILL, 5.0)):
         try:
             os.killpg(leader, number)
@@ -314,29 +353,25 @@ def _end_group(leader: int, grace: float, reap: object, first: int = signal.SIGT
             return
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
-            if callable(reap):
-                reap()
+            reap()
             if Process.of(leader) is None:
                 return
             time.sleep(0.01)
 
 
-def _lower_claims(*, last: bool) -> None:
-    """No core dumps the size of a model, and first in line where memory runs out.
+def _set_limits(*, follower: bool) -> None:
+    """Forbid core dumps, and make the kernel prefer this process if memory runs out.
 
-    Not so, with `last`, what only follows a container: that has the claim itself.
+    Not a follower: its container has that score itself.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    if last:
-        return
-    try:
-        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
-    except OSError:
-        return
+    if not follower:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
 
 
 def _signals() -> int:
-    """Turn TERM and the death of children into bytes on a pipe; give its reading end."""
+    """Turn TERM and SIGCHLD into bytes on a pipe; return its reading end."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)
@@ -349,13 +384,13 @@ def _signals() -> int:
 
 
 def main() -> None:
-    """Become a process of our own, so that nobody has to wait for us, and keep the server."""
+    """Detach from the parent and run the server."""
     folder, fd = Path(sys.argv[1]), int(sys.argv[2])
     if os.fork():
         os._exit(0)
     os.setsid()
     os.chdir("/")
-    Keeper(folder, socket.socket(fileno=fd)).run()
+    Supervisor(folder, socket.socket(fileno=fd)).run()
 
 
 if __name__ == "__main__":

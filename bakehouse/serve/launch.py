@@ -1,7 +1,8 @@
-"""Starts a server below a keeper of its own, and holds the line to that keeper until the proof."""
+"""Starts a server under a supervisor, and keeps the connection until the verification."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -16,120 +17,135 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bakehouse.engines.engine import engine_of
+from bakehouse.engines.engine import Asked, engine_of
 from bakehouse.errors import BakehouseError, HostError
 from bakehouse.plan.types import ServePlan
 from bakehouse.ports.docker_engine import RealDocker
 from bakehouse.ports.process import environment
-from bakehouse.serve import aftermath, containers
+from bakehouse.redact import clean
+from bakehouse.serve import container, containers, keeper
 from bakehouse.serve import state as states
-from bakehouse.serve.control import KEEPER_MODULE, stop, wait_for_end
+from bakehouse.serve.control import stop, wait_for_end
 from bakehouse.serve.guard import Bounds
-from bakehouse.serve.listeners import refuse_taken
-from bakehouse.serve.processes import MARK, boot_id
-from bakehouse.serve.state import Spec, State
+from bakehouse.serve.processes import (
+    MARK,
+    all_pids,
+    boot_id,
+    command_of,
+    listeners,
+    overlapping,
+    sockets,
+)
+from bakehouse.serve.state import ServerState, SupervisorInput
 
 NONCE_BYTES = 8
-KEEPER_START_S = 30.0
+START_S = 30.0
+"""Seconds that a supervisor may take to start its server."""
 OLD_LOGS = 3
-"""So many logs of earlier servers of the same name are kept."""
+"""Number of logs kept of earlier servers of the same name."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a launch needs beside the plan. Seconds and bytes."""
+class ServerSpec:
+    """A server to start. Seconds and bytes."""
 
+    plan: ServePlan
+    asked: Asked
+    """What its engine has to show."""
     folder: Path
+    """Of its state and its log."""
     cwd: Path
-    plan: str
-    """Digest that tells whether a running server is the one that is wanted."""
+    digest: str
+    """Of its settings: shows whether a running server is the same one."""
     engine: str
     stop_timeout: float
+    ready_timeout: float
+    stall_timeout: float
     guard: Bounds | None = None
-    """Of the memory guard; None for no guard."""
+    """Limits of the memory guard; None switches it off."""
     key: str | None = None
-    known_losses: frozenset[str] = frozenset()
-    """Ids of log signatures that are expected of this server."""
     image: str | None = None
-    """Id of the image that was proven able, where the server is one."""
+    """Id of the verified image, if the server runs in one."""
     version: str | None = None
-    """What that image says of itself."""
+    """Version that this image reports."""
+    weights_size: int = 0
+    """Of all weights, to show the progress of loading."""
+    largest_file: int = 0
+    """Of the largest weight file: an engine may hold it whole in memory beside the rest."""
+    foreground: bool = False
 
 
-class Link:
-    """The line to a keeper. Closing it before `proven` ends the server."""
+class SupervisorConnection:
+    """The connection to a supervisor. Closing it before the server is verified ends the server."""
 
     def __init__(self, folder: Path, nonce: str, line: socket.socket) -> None:
         self.folder = folder
         self.nonce = nonce
         self.server = 0
-        self.box: containers.Box | None = None
-        """The server's container, where it has one."""
+        self.box: containers.ContainerHandle | None = None
+        """The server's container, if it has one."""
         self.ended: dict[str, Any] | None = None
-        """What the keeper said of the server's end; None while it runs."""
+        """The supervisor's message that the server ended; None while it runs."""
         self.alarms: list[dict[str, Any]] = []
-        """What the memory guard said."""
+        """Alarms of the memory guard."""
         self._line = line
-        self._heard = b""
-        self._proven = False
+        self._received = b""
+        self._keeps_running = False
 
     def close(self) -> None:
-        """Let go; what is not proven, or runs in the foreground, is gone before this returns."""
+        """Disconnect. A server not verified, or in the foreground, ends before this returns."""
         self._line.close()
-        if self._proven:
+        if self._keeps_running:
             return
         try:
             stop(self.folder)
         except HostError:
-            # Its engine does not answer. The keeper ends by itself, and leaves word of what it had
-            # to leave behind.
+            # Its engine does not answer. The supervisor ends by itself, and records what is left.
             wait_for_end(self.folder)
 
-    def tell_port(self, port: int) -> None:
-        """Let the keeper write down where the server listens."""
+    def send_port(self, port: int) -> None:
+        """Let the supervisor record where the server listens."""
         self._send({"do": "port", "port": port})
 
-    def tell_proven(self, record: str | None, *, foreground: bool = False) -> bool:
-        """Let the server live on, or, in the foreground, as long as we hold the line."""
+    def send_proven(self, record: str | None, *, foreground: bool = False) -> bool:
+        """Let the server run on, in the foreground as long as we are connected.
+
+        Returns False if it has ended.
+        """
         self._send({"do": "proven", "record": record, "foreground": foreground})
-        self._proven = self.wait_for("proven", 10.0) and not foreground
+        self._keeps_running = self.wait_for("proven", 10.0) and not foreground
         return self.ended is None
 
-    def tell_refused(self, why: str) -> None:
-        """Let the keeper write down why the server is stopped."""
+    def send_refused(self, why: str) -> None:
+        """Let the supervisor record why the server is stopped."""
         self._send({"do": "refuse", "says": why})
 
     def poll(self) -> dict[str, Any] | None:
-        """Hear what the keeper has to say, without waiting; give how the server ended, if so."""
+        """Receive pending messages without waiting; return how the server ended, if it did."""
         while self.ended is None and select.select([self._line], [], [], 0)[0]:
-            self._hear()
+            self._receive()
         return self.ended
 
     def wait_for(self, event: str, seconds: float) -> bool:
-        """Wait for the keeper to say something; False where the server or the time ended first."""
+        """Wait for an event; False if the server or the time ended first."""
         deadline = time.monotonic() + seconds
         while self.ended is None and time.monotonic() < deadline:
-            if select.select([self._line], [], [], 0.1)[0] and event in self._hear():
+            if select.select([self._line], [], [], 0.1)[0] and event in self._receive():
                 return True
         return False
 
-    def _hear(self) -> set[str]:
-        """Take one piece; give the events in it."""
+    def _receive(self) -> set[str]:
+        """Read once from the socket; return the names of the events in it."""
         events = set()
         try:
             chunk = self._line.recv(65536)
         except OSError:
             chunk = b""
         if not chunk:
-            self.ended = self.ended or {
-                "says": "lost its keeper, which was killed",
-                "code": None,
-                "why": "lost",
-            }
-        self._heard += chunk
-        while b"\n" in self._heard:
-            line, _, self._heard = self._heard.partition(b"\n")
-            message = json.loads(line)
+            says = "lost its supervisor, which was killed"
+            self.ended = self.ended or {"says": says, "code": None, "why": "lost"}
+        *lines, self._received = (self._received + chunk).split(b"\n")
+        for message in map(json.loads, lines):
             event = message["event"]
             events.add(event)
             if event == "started":
@@ -148,144 +164,136 @@ class Link:
 
 
 def launch(
-    plan: ServePlan, settings: Settings, base: Mapping[str, str], docker: RealDocker | None = None
-) -> Link:
-    """Start the server of a plan; `base` is the environment to choose from.
+    spec: ServerSpec, base: Mapping[str, str], docker: RealDocker | None = None
+) -> SupervisorConnection:
+    """Start a server; variables of the environment `base` are inherited by an allow-list.
 
-    Raises HostError where the port is taken, the server's folder cannot be used, or the container
-    that the plan wants cannot be made on `docker`.
+    Raises HostError if the port is taken, the server's folder cannot be used, or its container
+    cannot be created on `docker`.
     """
+    plan, folder = spec.plan, spec.folder
     refuse_taken(plan.host, plan.port)
-    folder = settings.folder
-    prepare(folder, settings.key)
+    prepare(folder, spec.key)
     nonce = secrets.token_hex(NONCE_BYTES)
-    first = State(
+    first = ServerState(
         name=folder.name, nonce=nonce, phase="starting", boot=boot_id(), argv=plan.command(nonce),
-        host=plan.host, port=plan.port, plan=settings.plan, started=states.now(),
-        stop_timeout=settings.stop_timeout, image=settings.image, version=settings.version,
+        host=plan.host, port=plan.port, plan=spec.digest, started=states.now(),
+        stop_timeout=spec.stop_timeout, image=spec.image, version=spec.version,
     )  # fmt: skip
     env = environment({**plan.env, MARK: str(folder)}, base)
-    spec = Spec(
-        state=first, env=env, cwd=str(settings.cwd), guard=settings.guard,
-        engine=settings.engine, known_losses=tuple(sorted(settings.known_losses)),
+    start = SupervisorInput(
+        state=first, env=env, cwd=str(spec.cwd), guard=spec.guard, engine=spec.engine,
+        known_losses=tuple(sorted(spec.asked.known_losses)),
     )  # fmt: skip
-    link = _started(plan, settings, spec, docker, base)
-    if not link.wait_for("started", KEEPER_START_S):
-        says = (link.ended or {}).get("says", "it said nothing")
-        link.close()
+    connection = _start(spec, start, docker, base)
+    if not connection.wait_for("started", START_S):
+        says = (connection.ended or {}).get("says", "it sent nothing")
+        connection.close()
         raise HostError(
-            f"the server's keeper did not start: {says}", where=str(folder / "keeper.log"),
-            hint="read that log; it holds what Python said", id="keeper",
+            f"the server's supervisor did not start: {says}", where=str(folder / "keeper.log"),
+            hint="read that log; it has Python's messages", id="keeper",
         )  # fmt: skip
-    return link
+    return connection
 
 
-def _started(
-    plan: ServePlan,
-    settings: Settings,
-    spec: Spec,
-    docker: RealDocker | None,
-    base: Mapping[str, str],
-) -> Link:
-    """Start the keeper, once the container is made where the plan wants one.
+def _start(
+    spec: ServerSpec, start: SupervisorInput, docker: RealDocker | None, base: Mapping[str, str]
+) -> SupervisorConnection:
+    """Create the container if the plan has one, and start the supervisor.
 
-    Whatever comes between, an interrupt included, leaves no container.
+    No container is left if this fails or is interrupted.
     """
-    folder, nonce, box = settings.folder, spec.state.nonce, None
-    if not plan.container or not docker:
-        states.write(folder, spec.state)
-        return Link(folder, nonce, start_keeper(folder, spec))
+    folder, nonce, box = spec.folder, start.state.nonce, None
+    if not spec.plan.container or not docker:
+        states.write(folder, start.state)
+        return SupervisorConnection(folder, nonce, start_supervisor(folder, start))
     try:
-        box, spec = _in_container(plan, settings, spec, docker, base)
-        states.write(folder, spec.state)
-        link = Link(folder, nonce, start_keeper(folder, spec))
+        box, start = _create_container(spec, start, docker, base)
+        states.write(folder, start.state)
+        connection = SupervisorConnection(folder, nonce, start_supervisor(folder, start))
     except BaseException as error:
-        containers.withdraw(docker, folder, nonce)
-        said = error.what if isinstance(error, BakehouseError) else "its start was interrupted"
-        ended = states.Ended(
-            at=states.now(), why="exited", code=None, says=f"never started: {said}"
-        )
+        containers.remove_failed_launch(docker, folder, nonce)
+        why = error.what if isinstance(error, BakehouseError) else "its start was interrupted"
+        ended = states.Ended(states.now(), "exited", None, f"never started: {why}")
         with suppress(OSError):
-            states.write(folder, replace(spec.state, phase="ended", ended=ended))
+            states.write(folder, replace(start.state, phase="ended", ended=ended))
             states.forget_key(folder)
         raise
-    link.box = box
-    return link
+    connection.box = box
+    return connection
 
 
-def _in_container(
-    plan: ServePlan, settings: Settings, spec: Spec, docker: RealDocker, base: Mapping[str, str]
-) -> tuple[containers.Box, Spec]:
-    """Make the container, and have the keeper run what starts and follows it."""
-    engine = engine_of(settings.engine)
+def _create_container(
+    spec: ServerSpec, start: SupervisorInput, docker: RealDocker, base: Mapping[str, str]
+) -> tuple[containers.ContainerHandle, SupervisorInput]:
+    """Create the container, and let the supervisor run the follower."""
+    engine = engine_of(spec.engine)
     where = containers.find_endpoint_host(base)
     containers.refuse_remote(where)
-    secret = (engine.key_variable, settings.key) if settings.key else None
+    secret = (engine.key_variable, spec.key) if spec.key else None
     try:
-        containers.mark_engine(settings.folder, where)
-        # Should we be killed while it is made, this tells where to look for it.
-        states.write(settings.folder, replace(spec.state, docker=where or None))
+        containers.mark_engine(spec.folder, where)
+        # If we are killed while it is created, this says where to look for it.
+        states.write(spec.folder, replace(start.state, docker=where or None))
     except OSError as error:
         raise _unusable(error) from error
-    made = containers.make(docker, plan, settings.folder, spec.state.nonce, secret)
-    follow = (
-        sys.executable, "-m", aftermath.FOLLOWER, str(settings.folder), made,
-        f"{settings.stop_timeout:g}", spec.state.nonce,
-    )  # fmt: skip
-    env = {
-        **spec.env, **containers.engine_environment(base),
-        "PYTHONPATH": importable(), "PYTHONSAFEPATH": "1",
-    }  # fmt: skip
-    state = replace(spec.state, container=made, docker=where or None)
+    nonce = start.state.nonce
+    made = containers.make(docker, spec.plan, spec.folder, nonce, secret)
+    run = (sys.executable, "-m", container.__name__, str(spec.folder), made,
+           f"{spec.stop_timeout:g}", nonce)  # fmt: skip
+    env = {**start.env, **containers.engine_environment(base), **_python_environment()}
+    state = replace(start.state, container=made, docker=where or None)
     return (
-        containers.Box(docker, made, engine.inside_port, settings.image),
-        replace(spec, state=state, env=env, run=follow),
+        containers.ContainerHandle(docker, made, engine.inside_port, spec.image),
+        replace(start, state=state, env=env, run=run),
     )
 
 
-def importable() -> str:
-    """Give a PYTHONPATH by which a child finds all that we can import, however that came to be."""
+def _python_environment() -> dict[str, str]:
+    """Return variables by which a child finds everything that we can import."""
     package = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join(dict.fromkeys([package, *filter(None, sys.path)]))
+    path = os.pathsep.join(dict.fromkeys([package, *filter(None, sys.path)]))
+    return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
-def start_keeper(folder: Path, spec: Spec) -> socket.socket:
-    """Start the detached keeper and tell it what to do; give our end of the line."""
+def start_supervisor(folder: Path, start: SupervisorInput) -> socket.socket:
+    """Start the detached supervisor and send its input; return our end of the connection."""
     ours, theirs = socket.socketpair()
     with theirs, (folder / "keeper.log").open("ab") as log:
-        env = {
-            **environment({"PYTHONPATH": importable(), MARK: str(folder)}),
-            "PYTHONSAFEPATH": "1",
-        }
         starter = subprocess.Popen(
-            [sys.executable, "-m", KEEPER_MODULE, str(folder), str(theirs.fileno())],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd="/",
+            [sys.executable, "-m", keeper.__name__, str(folder), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/",
+            env={**environment({MARK: str(folder)}), **_python_environment()},
             pass_fds=(theirs.fileno(),), start_new_session=True,
         )  # fmt: skip
-        ours.sendall(spec.to_json().encode() + b"\n")
+        ours.sendall(start.to_json().encode() + b"\n")
     starter.wait()
     return ours
 
 
 def prepare(folder: Path, key: str | None) -> None:
-    """Make the server's folder, private to its owner; move an old log aside; put the key down."""
+    """Create the server's folder, private to its owner; rotate old logs; write the key."""
     try:
         for each in (folder, folder / "config"):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         _rotate(folder / "server.log")
         (folder / "keeper.log").write_bytes(b"")
-        for left in (aftermath.NOTE, containers.MARKED):
+        for left in (keeper.CONTAINER_NOTE, containers.MARKED, states.KEY_FILE):
             (folder / left).unlink(missing_ok=True)
-        _put_key(folder / states.KEY_FILE, key)
+        if key is not None:
+            handle = os.open(folder / states.KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w") as file:
+                # The engine logs the last letters of a single key; of two only how many there are.
+                file.write(f"{key}\n{secrets.token_hex(16)}\n")
     except OSError as error:
         raise _unusable(error) from error
 
 
 def _unusable(error: OSError) -> HostError:
     return HostError(
-        f"the server's folder cannot be used: {error.strerror}", where=str(error.filename),
-        hint="free some space or mend the permissions there", id="state-not-writable",
+        f"cannot use the server's folder: {error.strerror}", where=str(error.filename),
+        hint="free some disk space or fix the permissions there", id="state-not-writable",
     )  # fmt: skip
 
 
@@ -298,18 +306,50 @@ def _rotate(log: Path) -> None:
     log.touch(mode=0o600)
 
 
-def _put_key(path: Path, key: str | None) -> None:
-    path.unlink(missing_ok=True)
-    if key is not None:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w") as file:
-            # Of a single key the engine logs the last letters; of two only how many they are.
-            file.write(f"{key}\n{secrets.token_hex(16)}\n")
-
-
 def kept_key(folder: Path) -> str | None:
-    """Give the API key that a running server was started with."""
+    """Return the API key that a running server was started with."""
     try:
         return (folder / states.KEY_FILE).read_text().splitlines()[0]
     except (OSError, IndexError):
         return None
+
+
+def refuse_taken(host: str, port: int) -> None:
+    """Check that a server can listen at host and port; port 0 always can.
+
+    Raises HostError, which names the process that holds the port.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, port))
+        except OSError as error:
+            raise _refusal(host, port, error) from error
+
+
+def _refusal(host: str, port: int, error: OSError) -> HostError:
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return HostError(
+            f"this machine has no address {host}", where="serve.host", id="no-such-address",
+            hint="give an address of this machine, 127.0.0.1 or 0.0.0.0",
+        )  # fmt: skip
+    if error.errno == errno.EACCES:
+        return HostError(
+            f"port {port} needs root", where="serve.port", id="port-forbidden",
+            hint="choose a port from 1024 on",
+        )  # fmt: skip
+    if error.errno != errno.EADDRINUSE:
+        return HostError(f"cannot listen at {place}: {error.strerror}", id="cannot-listen")
+    met = overlapping(listeners(), host, port)
+    holders = sockets(all_pids())
+    pid = next((holders[one.inode] for one in met if one.inode in holders), None)
+    who = "a process of another user"
+    if pid is not None:
+        who = f"process {pid}: {clean(' '.join(command_of(pid)), one_line=True)[:200]}"
+    return HostError(
+        f"port {port} is taken", where=f"{', '.join(map(str, met)) or place}, held by {who}",
+        hint="stop that process, or use another port: --port N, or --port 0 for any free one",
+        id="port-taken",
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rounds of a watch: is it still the server that was proven, and is it still right?"""
+"""Monitor of a watch: is it still the server that was verified, and is it still right?"""
 
 from __future__ import annotations
 
@@ -6,36 +6,42 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from bakehouse.checks import Check, Verdict, not_passed
+from bakehouse.checks import Check, Verdict, check
 from bakehouse.context import Context
+from bakehouse.engines.counters import Counters, read_counters
 from bakehouse.errors import BakehouseError, NotCorrect, NotHealthy
+from bakehouse.ports.http import Unreachable
 from bakehouse.probe.prove import SUSPECTS, explain
 from bakehouse.probe.sample import Baseline, Sampled, first_look, look_again, wrong
 from bakehouse.probe.types import Endpoint, Known
 from bakehouse.progress import Silent
 from bakehouse.recipe.gate import Probe
 from bakehouse.records.model import Answer
-from bakehouse.serve.bring import watched
+from bakehouse.serve.bring import log_since_proof
 from bakehouse.serve.control import look
-from bakehouse.serve.proof import Running, identity
-from bakehouse.serve.stall import counters, progress, stalled
+from bakehouse.serve.proof import ServerHandle, VerificationResult, describe_failure, identity
 
 STALL_S = 120.0
-"""How long the counters may stand still, where no recipe says."""
+"""Seconds that the counters may stand still, unless a recipe says otherwise."""
+POLL_S = 2.0
+METRICS_S = 10.0
+"""Seconds that `/metrics` may take."""
+
+Word = Literal["right", "busy", "failed"]
 
 
 @dataclass(frozen=True)
 class Watched:
-    """What is watched."""
+    """What is watched. Seconds."""
 
     endpoint: Endpoint
     probe: Probe
-    server: Running | None = None
-    """Where it is ours."""
+    server: ServerHandle | None = None
+    """If it is ours."""
     known: Known | None = None
     stall: float = STALL_S
     identify: Callable[[Endpoint], Endpoint] | None = None
-    """Asks a stranger's server which models it serves. Raises NotHealthy where it does not say."""
+    """Asks an unknown server which models it serves. Raises NotHealthy if it does not say."""
 
 
 @dataclass(frozen=True)
@@ -45,29 +51,26 @@ class Round:
     number: int
     at: str
     seconds: float
-    word: Literal["right", "busy", "failed"]
+    word: Word
     says: str
     checks: tuple[Check, ...] = ()
     answers: tuple[Answer, ...] = ()
     error: BakehouseError | None = None
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data for the record; the judgements are kept beside it."""
-        return {
-            "number": self.number, "at": self.at, "seconds": self.seconds, "word": self.word,
-            "says": self.says,
-        }  # fmt: skip
+        """Plain data for the record; the checks are kept beside it."""
+        return {name: getattr(self, name) for name in ("number", "at", "seconds", "word", "says")}
 
 
 class _Busy(Exception):
-    """Nothing can be said now: others have the server."""
+    """Nothing can be said now: others use the server."""
 
 
-class Rounds:
-    """Looks at one server, round after round. The first round judges all that later ones sample."""
+class Monitor:
+    """Checks one server, round after round. The first round asks all that later ones sample."""
 
     def __init__(self, ctx: Context, what: Watched) -> None:
-        self._ctx = replace(ctx, progress=Silent())  # a line a round is enough
+        self._ctx = replace(ctx, progress=Silent())  # one line per round is enough
         self._what = what
         self._endpoint: Endpoint | None = None
         self._baseline: Baseline | None = None
@@ -75,16 +78,16 @@ class Rounds:
         self._checks: list[Check] = []
         self._answers: tuple[Answer, ...] = ()
 
-    def one(self) -> Round:
-        """Judge once. Never raises for what a server does."""
+    def check_once(self) -> Round:
+        """Check once. Never raises because of what a server does."""
         clock = self._ctx.clock
         at, began = clock.now(), clock.monotonic()
         self._number += 1
         self._checks, self._answers = [], ()
         error: BakehouseError | None = None
-        word: Literal["right", "busy", "failed"] = "right"
+        word: Word = "right"
         try:
-            says = self._judge()
+            says = self._check()
         except _Busy as busy:
             word, says = "busy", f"not judged: {busy}"
         except (NotHealthy, NotCorrect) as failed:
@@ -94,30 +97,29 @@ class Rounds:
             word, says, tuple(self._checks), self._answers, error,
         )  # fmt: skip
 
-    def _judge(self) -> str:
-        if self._what.server:
-            self._is_ours(self._what.server)
+    def _check(self) -> str:
+        what = self._what
+        if what.server:
+            self._check_ours(what.server)
         if self._endpoint is None:
-            asked = self._what.endpoint
-            self._endpoint = self._what.identify(asked) if self._what.identify else asked
+            self._endpoint = what.identify(what.endpoint) if what.identify else what.endpoint
         endpoint = self._endpoint
-        moves = progress(self._ctx, endpoint, self._what.stall)
+        moves = progress(self._ctx, endpoint, what.stall)
         if moves:
             self._checks.append(moves)
         if moves and moves.verdict is Verdict.FAILED:
-            raise self._unhealthy(moves)
+            raise self._deadlock(moves)
         before = counters(self._ctx, endpoint)
         began = self._ctx.clock.monotonic()
         if self._baseline is None:
             return self._first(endpoint)
-        seen = look_again(self._ctx, endpoint, self._what.probe, self._baseline, self._number)
+        seen = look_again(self._ctx, endpoint, what.probe, self._baseline, self._number)
         self._checks += seen.checks
         self._answers = seen.answers
         if bad := wrong(seen.checks):
             raise NotCorrect(
-                f"{bad.id}: expected {bad.expected}; observed {bad.observed}", where=bad.where,
-                hint=SUSPECTS, checks=self._checks,
-            )  # fmt: skip
+                describe_failure(bad), where=bad.where, hint=SUSPECTS, checks=self._checks
+            )
         if seen.problem:
             now = counters(self._ctx, endpoint) if before else None
             seconds = self._ctx.clock.monotonic() - began
@@ -126,8 +128,7 @@ class Rounds:
         return "; ".join(c.observed for c in seen.checks)
 
     def _first(self, endpoint: Endpoint) -> str:
-        what = self._what
-        proof, baseline = first_look(self._ctx, endpoint, what.probe, what.known)
+        proof, baseline = first_look(self._ctx, endpoint, self._what.probe, self._what.known)
         self._checks += proof.checks
         self._answers = proof.answers
         if error := explain(proof, endpoint.url):
@@ -135,29 +136,22 @@ class Rounds:
         self._baseline = baseline
         return proof.summary
 
-    def _is_ours(self, server: Running) -> None:
-        """Judge that what was proven still runs, answers, and logs nothing grave."""
+    def _check_ours(self, server: ServerHandle) -> None:
+        """Check that the verified server still runs, answers, and logs no severe fault."""
         seen = look(server.folder)
         state = seen.state
         if state is None or state.server != server.process or not seen.alive:
             how = state.ended.says if state and state.ended else seen.word
             raise NotHealthy(
                 f"the server is gone: {how}", where=str(server.log), id="server-ended",
-                hint="invoke serve starts it again; --on-failure restart would have",
+                hint="restart it with invoke serve, or watch it with --on-failure restart",
             )  # fmt: skip
-        self._checks += identity(self._ctx, server)
-        self._checks.append(watched(server.folder, state.findings))
-        if missing := not_passed(self._checks):
-            one = missing[0]
-            silent = one.id == "log-since-proof" and one.observed.startswith("silent")
-            raise (NotCorrect if silent else NotHealthy)(
-                f"{one.id}: expected {one.expected}; observed {one.observed}", where=one.where,
-                hint=f"the server's log is {server.log}", checks=self._checks,
-            )  # fmt: skip
+        log = log_since_proof(server.folder, state.findings)
+        VerificationResult(self._checks).add(server, [*identity(self._ctx, server), log])
 
-    def _unhealthy(self, moves: Check) -> NotHealthy:
+    def _deadlock(self, moves: Check) -> NotHealthy:
         return NotHealthy(
-            f"/health is green, and {moves.observed}", where=moves.where, id="deadlock",
+            f"/health is green, but {moves.observed}", where=moves.where, id="deadlock",
             hint="the engine hangs; restart it, and look for the last request in its log",
             checks=self._checks,
         )  # fmt: skip
@@ -165,14 +159,59 @@ class Rounds:
     def _unanswered(
         self, seen: Sampled, stall: Check | None, *, working: bool
     ) -> NotHealthy | _Busy:
-        """Tell a deadlock from a server that is busy with others, and both from an error."""
+        """Distinguish a deadlock, a server that is busy with others, and an error."""
         if stall and working:
             self._checks.append(stall)
             if stall.verdict is Verdict.FAILED:
-                return self._unhealthy(stall)
+                return self._deadlock(stall)
             if stall.passed and seen.lost:
                 return _Busy(f"{seen.problem}; {stall.observed}")
         return NotHealthy(
-            f"a question that was answered before is not: {seen.problem}",
-            where=self._what.endpoint.url, hint="look at the server's log", checks=self._checks,
+            f"a question that was answered before is not answered now: {seen.problem}",
+            where=self._what.endpoint.url, hint="read the server's log", checks=self._checks,
         )  # fmt: skip
+
+
+def counters(ctx: Context, endpoint: Endpoint) -> Counters | None:
+    """Return an engine's counters; None if it has none, or does not answer."""
+    url = endpoint.url.rstrip("/") + "/metrics"
+    try:
+        reply = ctx.http.ask("GET", url, headers=endpoint.headers, timeout=METRICS_S)
+    except Unreachable:
+        return None
+    return read_counters(reply.text) if reply.status == 200 else None
+
+
+def progress(ctx: Context, endpoint: Endpoint, patience: float) -> Check | None:
+    """Judge whether token counters move within `patience` seconds; None if there are no counters.
+
+    They stand still during one pass of a long prompt: patience has to be longer than that.
+    """
+    first = counters(ctx, endpoint)
+    if first is None:
+        return None
+    deadline = ctx.clock.monotonic() + patience
+    now: Counters | None = first
+    while now is None or now.busy:
+        if (now and now.moved(first)) or ctx.clock.monotonic() >= deadline:
+            return stalled(first, now, patience)
+        ctx.clock.sleep(POLL_S)
+        now = counters(ctx, endpoint)
+    return _progress_check("no requests run", ok=True)
+
+
+def stalled(before: Counters, now: Counters | None, seconds: float) -> Check:
+    """Compare two readings of the counters; `now` is None if `/metrics` did not answer."""
+    if now is None:
+        return _progress_check(f"/metrics has not answered for {seconds:.0f} s", ok=None)
+    work = f"{now.running or 0:.0f} requests run, {now.waiting or 0:.0f} wait"
+    moved = now.moved(before)
+    if moved is None:
+        return _progress_check(f"{work}; the engine has no token counter", ok=None)
+    what = "token counters move" if moved else f"no tokens in {seconds:.0f} s: a deadlock"
+    return _progress_check(f"{work}; {what}", ok=moved)
+
+
+def _progress_check(seen: str, *, ok: bool | None) -> Check:
+    expected = "token counters move while requests run"
+    return check("watch.progress", expected, seen, "GET /metrics", ok=ok)

@@ -1,7 +1,7 @@
-"""What a server's keeper writes about it: `servers/<name>/state.json`. Standard library only.
+"""The state of a server, `servers/<name>/state.json`. Standard library only.
 
-One writer (the keeper), many readers. Every write goes to a new file that is renamed into place, so
-a reader sees a whole one; what was cut short or edited all the same is told apart, never believed.
+One writer (the supervisor), many readers. Every write goes to a new file that is renamed into
+place, so a reader never sees half of one; a file cut short or edited is detected, and not used.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from bakehouse.serve.processes import Process, boot_id
 
 SCHEMA = 1
 LOST = "was lost"
-"""Begins what is said of a server whose engine went away from below it."""
+"""How `Ended.says` begins if the Docker Engine went away, and the container may still exist."""
 KEY_FILE = "api-key"
 PHASES = ("starting", "proven", "ended")
 
 
 class Unreadable(Exception):
-    """A state file that is cut short, edited, or of another version."""
+    """The state file is cut short, edited, or of another version."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a server ended. `code` is its exit status, or minus the number of the signal."""
+    """How a server ended. `code` is its exit status, or minus a signal's number."""
 
     at: str
     why: str
-    """`stopped`, `unproven`, `refused`, `memory`, `exited` or `lost` (nobody saw it)."""
+    """`stopped`, `unproven`, `refused`, `memory`, `exited` or `lost` (the cause is not known)."""
     code: int | None
     says: str
-    """One sentence for a person."""
+    """One sentence for people."""
 
 
 @dataclass(frozen=True)
-class State:
-    """All that has to be known about one server."""
+class ServerState:
+    """All that has to be known about one server. Its fields are the keys of the file."""
 
     name: str
     nonce: str
@@ -54,7 +54,7 @@ class State:
     port: int
     """0 until the socket is known."""
     plan: str
-    """Digest of what it was started from."""
+    """Digest of the settings it was started with."""
     started: str
     stop_timeout: float
     keeper: Process | None = None
@@ -64,21 +64,21 @@ class State:
     foreground: bool = False
     ended: Ended | None = None
     findings: tuple[dict[str, Any], ...] = ()
-    """What the log showed of fatal or silent faults, the first ones."""
+    """The first fatal and silent faults that its log showed."""
     container: str | None = None
-    """Its id, where the server runs in one; `server` is then the process that follows it."""
+    """Id of its container, if it has one; `server` is then the follower."""
     docker: str | None = None
-    """Address of the engine that the container is on."""
+    """Address of the Docker Engine that the container is on."""
     image: str | None = None
-    """Id of the image that was proven able, of which the container was made."""
+    """Id of the verified image that the container was made from."""
     version: str | None = None
-    """What that image says of itself."""
+    """Version that the image reports."""
     alarms: tuple[dict[str, Any], ...] = ()
-    """What the memory guard said, the latest ones, each with its time and figures."""
+    """The latest alarms of the memory guard, each with its time and figures."""
 
     @property
     def this_boot(self) -> bool:
-        """Whether its process ids mean anything now."""
+        """Whether its process ids are of this boot."""
         return self.boot == boot_id()
 
     @property
@@ -86,24 +86,19 @@ class State:
         """Whether the server's process runs."""
         return self.this_boot and self.server is not None and self.server.alive
 
-    @property
-    def keeper_alive(self) -> bool:
-        """Whether the keeper's process runs."""
-        return self.this_boot and self.keeper is not None and self.keeper.alive
-
 
 def now() -> str:
-    """UTC, ISO 8601, whole seconds."""
+    """Return the time in UTC, ISO 8601, whole seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def path(folder: Path) -> Path:
-    """Where a server's state lies."""
+    """Return the path of a server's state file."""
     return folder / "state.json"
 
 
-def write(folder: Path, state: State, *, sync: bool = True) -> None:
-    """Put a state in place whole, readable for its owner only; `sync` waits for the disk."""
+def write(folder: Path, state: ServerState, *, sync: bool = True) -> None:
+    """Write a state atomically, readable for its owner only; `sync` waits for the disk."""
     data = {"schema": SCHEMA, **asdict(state)}
     target = path(folder)
     part = target.with_name(f".state.{os.getpid()}.part")
@@ -123,11 +118,11 @@ def write(folder: Path, state: State, *, sync: bool = True) -> None:
 
 
 Mark = tuple[int, int, int]
-"""Inode, modification time in nanoseconds and size: changed by whoever writes."""
+"""Inode, modification time in nanoseconds, and size: every write changes them."""
 
 
 def mark(folder: Path) -> Mark | None:
-    """Tell one written state from another without reading it; None where there is none."""
+    """Return what identifies the current state file without reading it; None if there is none."""
     try:
         seen = path(folder).stat()
     except OSError:
@@ -136,13 +131,13 @@ def mark(folder: Path) -> Mark | None:
 
 
 def forget_key(folder: Path) -> None:
-    """Remove the API key of a server that has ended."""
+    """Delete the API key of a server that has ended."""
     with contextlib.suppress(OSError):
         (folder / KEY_FILE).unlink()
 
 
-def read(folder: Path) -> State | None:
-    """Give the state, None where there is none; raises Unreadable."""
+def read(folder: Path) -> ServerState | None:
+    """Return the state, None if there is none. Raises Unreadable."""
     try:
         text = path(folder).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -156,10 +151,10 @@ def read(folder: Path) -> State | None:
         raise Unreadable(f"{path(folder)}: {error}") from error
 
 
-def _state(data: dict[str, Any], name: str) -> State:
+def _state(data: dict[str, Any], name: str) -> ServerState:
     if data.pop("schema") != SCHEMA:
-        raise ValueError("another version of the state file")
-    made = State(**data)
+        raise ValueError("unknown schema version")
+    made = ServerState(**data)
     made = replace(
         made,
         argv=tuple(str(a) for a in made.argv),
@@ -171,11 +166,11 @@ def _state(data: dict[str, Any], name: str) -> State:
     )
     texts = (made.name, made.nonce, made.boot, made.host, made.plan, made.started)
     if made.name != name or made.phase not in PHASES or not all(isinstance(t, str) for t in texts):
-        raise ValueError("its fields do not hold together")
+        raise ValueError("inconsistent fields")
     if not re.fullmatch(r"[0-9a-f]{16}", made.nonce):
-        raise ValueError("its nonce is none")
+        raise ValueError("invalid nonce")
     if not 0 <= made.port <= 65535 or not 0 <= float(made.stop_timeout) < 86400:
-        raise ValueError("a number in it is out of range")
+        raise ValueError("a number is out of range")
     return made
 
 
@@ -184,31 +179,31 @@ def _process(data: Any) -> Process | None:
         return None
     pid, start = int(data["pid"]), int(data["start"])
     if pid <= 1:
-        raise ValueError(f"{pid} is no server's process id")
+        raise ValueError(f"{pid} cannot be a server's process id")
     return Process(pid, start)
 
 
 @dataclass(frozen=True)
-class Spec:
-    """What the keeper is told to start, over its control socket; it may hold secrets."""
+class SupervisorInput:
+    """What a supervisor starts, as sent over its socket. It may contain secrets."""
 
-    state: State
+    state: ServerState
     env: dict[str, str]
     cwd: str
     guard: Bounds | None = None
-    """Of the memory guard; None for no guard."""
+    """Limits of the memory guard; None switches it off."""
     engine: str = ""
     run: tuple[str, ...] = ()
-    """What is executed, where that is not the server's own command: it follows a container."""
+    """The follower's command, run in place of the server's if that runs in a container."""
     known_losses: tuple[str, ...] = ()
-    """Ids of log signatures that are expected of this server."""
+    """Ids of log signatures that this server is expected to show."""
 
     def to_json(self) -> str:
         """One line."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Spec:
+    def from_json(cls, text: str) -> SupervisorInput:
         """Read what `to_json` wrote."""
         data = json.loads(text)
         state, bounds = data.pop("state"), data.pop("guard")

@@ -1,6 +1,6 @@
-"""What the keeper looks at while a server runs: its log.
+"""The end of a growing log, and its scan while a server runs.
 
-Standard library at the top level; the signatures are imported once there is a line to judge.
+Standard library only at the top; signatures are imported with the first line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LONGEST_LINE = 1 << 16
 
 
 class Tail:
-    """Gives the lines that a growing file has won since the last look; never waits."""
+    """Reads the lines added to a growing file since the last read; never waits."""
 
     def __init__(self, path: Path, position: int = 0) -> None:
         self.path = path
@@ -24,7 +24,7 @@ class Tail:
         self.rest = b""
 
     def lines(self) -> list[str]:
-        """Give the new whole lines, decoded with replacement characters, without line ends."""
+        """Return the new whole lines, decoded with replacement characters, without line ends."""
         try:
             with self.path.open("rb") as file:
                 file.seek(0, 2)
@@ -43,22 +43,22 @@ class Tail:
 
 
 class LogWatch:
-    """Feeds a server's log to the signatures as it grows."""
+    """Scans a server's log for signatures as it grows."""
 
     def __init__(self, path: Path, engine: str, known: frozenset[str] = frozenset()) -> None:
         self.tail = Tail(path)
         self.engine = engine
         self.known = known
-        """Ids of signatures that are expected of this server."""
+        """Ids of signatures that this server is expected to show."""
         self.scanner: Scanner | None = None
 
     def findings(self) -> list[dict[str, Any]]:
-        """Give what new lines show of fatal, silent or lost-feature faults, as plain data."""
+        """Return fatal, silent and lost-feature findings in new lines, as plain data."""
         lines = self.tail.lines()
         if not lines:
             return []
         if self.scanner is None:
-            from bakehouse.signatures.scanner import Scanner
+            from bakehouse.signatures.scanner import Scanner  # 20 MB of memory
 
             self.scanner = Scanner(engine=self.engine)
         new = {(f.id, f.severity) for line in lines for f in self.scanner.feed(line)}

@@ -38,7 +38,7 @@ def measure(folder: Path, name: str, bounds: Bounds | None, every: float, second
     run = folder / "run"
     run.mkdir(exist_ok=True)
     bring_up(ctx, wanted, agree, Notes(run))
-    seen = look(wanted.settings.folder)
+    seen = look(wanted.folder)
     keeper = seen.processes[0].pid
     try:
         time.sleep(1)
@@ -48,7 +48,7 @@ def measure(folder: Path, name: str, bounds: Bounds | None, every: float, second
         status = Path(f"/proc/{keeper}/status").read_text()
         held = next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]
     finally:
-        stop(wanted.settings.folder)
+        stop(wanted.folder)
     rate = f"{1 / every:.0f} Hz" if bounds else "no guard"
     print(f"{name:<18} {rate:>8}  {share:7.2%} of a core  {int(held) / 1024:5.1f} MiB resident")
 

@@ -1,4 +1,4 @@
-"""What the last look before loading reads out of a real git repository."""
+"""The check before loading: architectures from a git repository, and the memory budget."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(argv, cwd=folder, check=True, capture_output=True, text=True).stdout
 
 
-def test_the_table_comes_out_of_the_pinned_tree(tmp_path: Path, context: Context) -> None:
+def test_admit_reads_architectures_from_the_pinned_tree(tmp_path: Path, context: Context) -> None:
     work = tmp_path / "work"
     write(work / ARCHITECTURE_TABLE, TABLE.encode())
     git(work, "init", "-q")
@@ -49,7 +49,7 @@ def test_the_table_comes_out_of_the_pinned_tree(tmp_path: Path, context: Context
     assert source_architectures(context, other) is None
 
 
-def test_the_seed_s_recipe_fits_the_seed_s_machine(context: Context) -> None:
+def test_admit_glm_fits_a_gb10(context: Context) -> None:
     recipe = load(find("glm-text", context.recipes)).recipe
     sizes = [27_180_017_856] * 3 + [108_720_071_427 - 3 * 27_180_017_856]
     files = tuple(

@@ -1,4 +1,4 @@
-"""Kill -9, of any process that has to do with a container, at any moment: nothing is lost of it."""
+"""Kill -9 of any process around a container, at any moment: the container is never lost."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def all_is_well(house: House) -> None:
     assert look(house.server()).word == "running"
 
 
-def test_of_the_follower_alone(house: House) -> None:
+def test_kill_of_the_follower(house: House) -> None:
     assert house.serve()[0] == 0
     state = read(house.server())
     assert state
@@ -72,12 +72,12 @@ def test_of_the_follower_alone(house: House) -> None:
     state = read(house.server())
     assert state
     assert state.ended
-    assert "the process that followed its container was killed" in state.ended.says
+    assert "the process following its container was killed" in state.ended.says
     assert house.boxes() == []
     all_is_well(house)
 
 
-def test_of_the_follower_while_the_engine_hangs(house: House) -> None:
+def test_kill_of_the_follower_while_the_engine_hangs(house: House) -> None:
     assert house.serve()[0] == 0
     state = read(house.server())
     assert state
@@ -93,7 +93,7 @@ def test_of_the_follower_while_the_engine_hangs(house: House) -> None:
     all_is_well(house)
 
 
-def test_of_the_keeper_alone(house: House) -> None:
+def test_kill_of_the_supervisor(house: House) -> None:
     assert house.serve()[0] == 0
     state = read(house.server())
     assert state
@@ -104,7 +104,7 @@ def test_of_the_keeper_alone(house: House) -> None:
     all_is_well(house)
 
 
-def test_of_both(house: House) -> None:
+def test_kill_of_supervisor_and_follower(house: House) -> None:
     assert house.serve()[0] == 0
     crash(house)
     assert len(house.boxes()) == 1
@@ -126,7 +126,7 @@ def _proving(house: House) -> bool:
 
 
 @pytest.mark.parametrize("at", [_made, _loading, _proving])
-def test_of_serve_before_the_proof(house: House, at: Callable[[House], bool]) -> None:
+def test_kill_of_serve_before_the_verification(house: House, at: Callable[[House], bool]) -> None:
     house.write(container={"env": {"FAKE": "shards"}} if at is _loading else {})
     child = start(house, "serve")
     until(lambda: at(house) or child.poll() is not None, 40)
@@ -140,7 +140,7 @@ def test_of_serve_before_the_proof(house: House, at: Callable[[House], bool]) ->
 
 
 @pytest.mark.parametrize("after", [0.1, 0.6, 1.2])
-def test_of_serve_at_some_moment(house: House, after: float) -> None:
+def test_kill_of_serve_at_some_moment(house: House, after: float) -> None:
     """Before, while and after its image is asked what it can do, and so on."""
     house.write()
     child = start(house, "serve")
@@ -154,7 +154,7 @@ def test_of_serve_at_some_moment(house: House, after: float) -> None:
 
 
 @pytest.mark.parametrize("after", [0.3, 1.0, 2.0])
-def test_of_stop(house: House, after: float) -> None:
+def test_kill_of_stop(house: House, after: float) -> None:
     code, document, _ = house.serve(
         container={"env": {"FAKE": "deaf"}}, serve={"stop_timeout": "2s"}
     )
@@ -169,7 +169,7 @@ def test_of_stop(house: House, after: float) -> None:
     all_is_well(house)
 
 
-def test_a_question_that_was_left_is_removed_by_stop(house: House) -> None:
+def test_kill_of_a_query_is_cleaned_up_by_stop(house: House) -> None:
     assert house.serve()[0] == 0
     child = subprocess.Popen([sys.executable, "-c", QUESTION, house.image])
     until(lambda: bool(_questions(house)))

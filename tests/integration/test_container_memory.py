@@ -26,7 +26,7 @@ def bounds(room: int) -> dict[str, object]:
     return {"warn": f"{(free - room // 2) // MIB}MiB", "stop": f"{(free - room) // MIB}MiB"}
 
 
-def test_the_guard_ends_a_container_that_eats_memory(house: House) -> None:
+def test_guard_ends_a_container_that_eats_memory(house: House) -> None:
     limits = {"memory": "6GiB", "env": {"FAKE": "eats"}}
     # A leisurely stop would let it eat on: it takes no notice of TERM.
     code, document, _ = house.serve(
@@ -56,7 +56,7 @@ def test_the_guard_ends_a_container_that_eats_memory(house: House) -> None:
     until(lambda: read_host().memory_available > before - 700 * MIB)
 
 
-def test_the_guard_ends_one_that_eats_while_it_loads(house: House) -> None:
+def test_guard_ends_a_container_that_eats_while_it_loads(house: House) -> None:
     code, document, _ = house.serve(
         container={"memory": "6GiB", "env": {"FAKE": "eats-first"}},
         serve={"guard": bounds(1024 * MIB)},
@@ -66,7 +66,7 @@ def test_the_guard_ends_one_that_eats_while_it_loads(house: House) -> None:
     assert house.boxes() == []
 
 
-def test_the_kernel_would_take_the_server_and_not_what_follows_it(house: House) -> None:
+def test_container_oom_score_is_on_the_server_not_the_follower(house: House) -> None:
     code, document, _ = house.serve()
     assert code == 0, document["error"]
     box = house.docker.container("bakehouse-boxed")

@@ -1,4 +1,4 @@
-"""An engine that is restarted below a server's container: it goes on, or its end is told truly."""
+"""A Docker Engine that restarts: its container runs on, or its end is recorded correctly."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 from bakehouse.errors import HostError
 from bakehouse.ports.docker import ContainerSpec
+from bakehouse.serve import container
 from tests.support.docker_engine import Engine, make_image, running
 from tests.support.house import until
 
@@ -49,7 +50,7 @@ def _answers(engine: Engine) -> bool:
 
 
 @pytest.mark.parametrize("live", [True, False], ids=["live-restore", "stops-all"])
-def test_the_engine_is_restarted(docker_engine: Engine, tmp_path: Path, *, live: bool) -> None:
+def test_engine_restart(docker_engine: Engine, tmp_path: Path, *, live: bool) -> None:
     del docker_engine  # its skips are ours
     root = tmp_path / "engine"
     root.mkdir()
@@ -62,7 +63,7 @@ def test_the_engine_is_restarted(docker_engine: Engine, tmp_path: Path, *, live:
         made = engine.port().create(spec)
         with (tmp_path / "log").open("wb") as log:
             follower = subprocess.Popen(
-                [sys.executable, "-m", "bakehouse.serve.container", str(folder), made, "5", "n"],
+                [sys.executable, "-m", container.__name__, str(folder), made, "5", "n"],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=engine.environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
             )  # fmt: skip

@@ -56,9 +56,7 @@ def slightly_below(warn: int = 100, stop: int = 200) -> Bounds:
     return Bounds(available - warn * MIB, available - stop * MIB, stall=1.0, swap=0)
 
 
-def test_a_server_that_eats_memory_is_stopped_before_it_is_proven(
-    context: Context, notes: Notes
-) -> None:
+def test_guard_stops_a_server_before_it_is_verified(context: Context, notes: Notes) -> None:
     wanted = order(context, "eats=300:3000", guard=slightly_below())
 
     def until_gone(_: Endpoint) -> Proof:
@@ -67,7 +65,7 @@ def test_a_server_that_eats_memory_is_stopped_before_it_is_proven(
 
     with pytest.raises(NotHealthy):
         bring_up(context, wanted, until_gone, notes)
-    state = states.read(wanted.settings.folder)
+    state = states.read(wanted.folder)
     assert state is not None
     assert state.ended is not None
     assert state.ended.why == "memory"
@@ -75,13 +73,11 @@ def test_a_server_that_eats_memory_is_stopped_before_it_is_proven(
     said = notes.facts["memory_guard"]
     assert isinstance(said, list)
     assert said[-1]["kind"] == "stop"
-    assert said[-1]["figures"]["available"] < wanted.settings.guard.warn  # type: ignore[union-attr]
+    assert said[-1]["figures"]["available"] < wanted.guard.warn  # type: ignore[union-attr]
     assert said[-1]["at"]
 
 
-def test_a_proven_server_is_warned_about_then_stopped_and_the_record_says_so(
-    context: Context, notes: Notes
-) -> None:
+def test_guard_warns_then_stops_a_verified_server(context: Context, notes: Notes) -> None:
     # Far enough away that what others take meanwhile does not reach them before the proof is made.
     bounds = slightly_below(500, 1000)
     waits = [sys.executable, "-c", "import sys; sys.stdin.read()"]
@@ -99,7 +95,7 @@ def test_a_proven_server_is_warned_about_then_stopped_and_the_record_says_so(
     assert kept == list(state.alarms)
 
 
-def test_a_server_that_takes_its_due_is_left_alone(context: Context, notes: Notes) -> None:
+def test_guard_leaves_a_normal_server_alone(context: Context, notes: Notes) -> None:
     bounds = Bounds(64 * MIB, 32 * MIB, stall=1.0, swap=0)
     bring_up(context, order(context, "eats=500:100", guard=bounds), agree, notes)
     time.sleep(1.0)
@@ -153,7 +149,7 @@ bring_up(ctx, order(ctx, "eats=100:2000", guard=bounds), agree, Notes(Path({run!
 """
 
 
-def test_inside_a_control_group_the_group_s_limit_counts(
+def test_guard_respects_the_limit_of_a_cgroup(
     context: Context, notes: Notes, small_group: Path
 ) -> None:
     text = SERVE.format(

@@ -1,4 +1,4 @@
-"""`serve`, `status`, `logs` and `stop` as a user calls them; everything is real but the engine."""
+"""`serve`, `status`, `logs` and `stop` as a user calls them; only the engine is fake."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 from bakehouse import cli
 from bakehouse.commands import serve as serve_command
 from bakehouse.places import Places
+from bakehouse.resolve import lock_path
 from bakehouse.serve.control import folders, look, stop
 from bakehouse.serve.processes import marked
 from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
@@ -81,7 +82,7 @@ def invoke(home: Path, capsys: pytest.CaptureFixture[str]) -> Invoke:
     return call
 
 
-def test_the_life_of_a_server(home: Path, invoke: Invoke) -> None:
+def test_serve_status_logs_and_stop(home: Path, invoke: Invoke) -> None:
     code, said, _ = invoke("serve", recipe="tiny")
     assert said["error"] is None
     assert code == 0
@@ -112,7 +113,7 @@ def test_the_life_of_a_server(home: Path, invoke: Invoke) -> None:
     assert invoke("stop", all_=True)[0] == 0
 
 
-def test_what_a_person_reads(
+def test_serve_prints_what_people_need(
     home: Path, invoke: Invoke, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main("serve", {"recipe": "tiny"}, recipes=home) == 0
@@ -130,7 +131,7 @@ def test_what_a_person_reads(
     assert "no server runs" in capsys.readouterr().out
 
 
-def test_wrong_answers_end_with_8_and_no_server(home: Path, invoke: Invoke) -> None:
+def test_serve_of_wrong_answers_exits_with_8(home: Path, invoke: Invoke) -> None:
     write(home, more="--fault wrong")
     code, said, _ = invoke("serve", recipe="tiny")
     assert code == 8
@@ -141,9 +142,8 @@ def test_wrong_answers_end_with_8_and_no_server(home: Path, invoke: Invoke) -> N
     assert not look(Places.from_environment().servers / "tiny").alive
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [
+def test_serve_refuses_bad_flags(home: Path, invoke: Invoke) -> None:
+    rows: list[tuple[dict[str, Any], int, str]] = [
         ({"recipe": "tiny", "port": "x"}, 2, "--port takes a number"),
         ({"recipe": "tiny", "port": "65536"}, 2, "--port takes a number"),
         ({"recipe": "tiny", "host": "0.0.0.0"}, 2, "API key"),
@@ -152,20 +152,20 @@ def test_wrong_answers_end_with_8_and_no_server(home: Path, invoke: Invoke) -> N
         ({"recipe": "other"}, 3, "other"),
         ({"recipe": "tiny", "locked": True}, 4, "lock"),
         ({}, 2, "--recipe"),
-        ({"recipe": "tiny", "foreground": True}, 2, "cannot be combined"),
-    ],
-)
-def test_what_cannot_be_served(
-    home: Path, invoke: Invoke, options: dict[str, Any], code: int, words: str
-) -> None:
-    if "host" in options or "port" in options:
-        assert invoke("lock", recipe="tiny")[0] == 0
-    found, said, _ = invoke("serve", **options)
-    assert found == code
-    assert words in str(said["error"])
+        ({"recipe": "tiny", "foreground": True}, 2, "--foreground"),
+    ]
+    got = []
+    for options, _, words in rows:
+        if "locked" in options:
+            lock_path(home / "tiny.yaml").unlink()
+        elif options.get("recipe") == "tiny":
+            assert invoke("lock", recipe="tiny")[0] == 0
+        found, said, _ = invoke("serve", **options)
+        got.append((options, found, words in str(said["error"]) and words))
+    assert got == rows
 
 
-def test_a_flag_that_bakehouse_sets_names_the_line(home: Path, invoke: Invoke) -> None:
+def test_serve_names_the_line_of_a_reserved_flag(home: Path, invoke: Invoke) -> None:
     write(home, more="--port=1")
     code, said, _ = invoke("serve", recipe="tiny")
     assert code == 2
@@ -173,7 +173,7 @@ def test_a_flag_that_bakehouse_sets_names_the_line(home: Path, invoke: Invoke) -
     assert "--port (set serve.port)" in said["error"]["where"]
 
 
-def test_a_dry_run_runs_nothing(home: Path, invoke: Invoke) -> None:
+def test_serve_dry_run_starts_nothing(home: Path, invoke: Invoke) -> None:
     assert invoke("serve", recipe="tiny", dry_run=True)[0] == 4  # nor is a lock written
     assert invoke("lock", recipe="tiny")[0] == 0
     code, said, _ = invoke("serve", recipe="tiny", dry_run=True)
@@ -182,31 +182,27 @@ def test_a_dry_run_runs_nothing(home: Path, invoke: Invoke) -> None:
     assert not folders(Places.from_environment())
 
 
-@pytest.mark.parametrize("task", ["status", "logs", "stop"])
-def test_an_unknown_server_is_3(home: Path, invoke: Invoke, task: str) -> None:
-    assert invoke(task, recipe="nobody")[0] == 3
+def test_status_logs_and_stop_of_an_unknown_server_exit_with_3(home: Path, invoke: Invoke) -> None:
+    assert [invoke(task, recipe="nobody")[0] for task in ("status", "logs", "stop")] == [3, 3, 3]
 
 
-@pytest.mark.parametrize("engine", ["", "unix:///nowhere/docker.sock", "tcp://127.0.0.1:1"])
-def test_a_recipe_that_never_ran(
-    home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, engine: str
+def test_stop_of_a_recipe_that_never_ran(
+    home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing to stop is no error, also where a Docker Engine is installed and does not run."""
-    if engine:
-        monkeypatch.setenv("DOCKER_HOST", engine)
-    assert invoke("stop", recipe="tiny")[0] == 0
-    assert invoke("stop", recipe=str(home / "tiny.yaml"))[0] == 0
-    assert invoke("logs", recipe="tiny")[0] == 3
-    (one,) = invoke("status", recipe="tiny")[1]["result"]["servers"]
-    assert one["status"] == "ended"
+    """Nothing to stop is no error, also if a Docker Engine is installed and does not run."""
+    for engine in ("", "unix:///nowhere/docker.sock", "tcp://127.0.0.1:1"):
+        if engine:
+            monkeypatch.setenv("DOCKER_HOST", engine)
+        assert invoke("stop", recipe="tiny")[0] == 0
+        assert invoke("stop", recipe=str(home / "tiny.yaml"))[0] == 0
+        assert invoke("logs", recipe="tiny")[0] == 3
+        (one,) = invoke("status", recipe="tiny")[1]["result"]["servers"]
+        assert one["status"] == "ended"
+    assert invoke("stop")[0] == 2
+    assert invoke("stop", recipe="tiny", all_=True)[0] == 2
 
 
-@pytest.mark.parametrize("options", [{}, {"recipe": "tiny", "all_": True}])
-def test_stop_wants_one_or_all(home: Path, invoke: Invoke, options: dict[str, Any]) -> None:
-    assert invoke("stop", **options)[0] == 2
-
-
-def test_a_key_from_the_environment_stays_secret(
+def test_serve_hides_a_key_from_the_environment(
     home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(home)
@@ -224,7 +220,7 @@ def test_a_key_from_the_environment_stays_secret(
     assert next(c for c in said["checks"] if c["id"] == "key")["verdict"] == "passed"
 
 
-def test_control_characters_in_a_log_are_escaped(
+def test_logs_escapes_control_characters(
     home: Path, invoke: Invoke, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(home, more=r"""--fault 'print=\e[31mred'""".replace(r"\e", "\x1b"))
@@ -241,7 +237,7 @@ def test_control_characters_in_a_log_are_escaped(
     assert r"\x1b[31mred" in text
 
 
-def test_a_followed_log_ends_with_its_server(
+def test_logs_follow_ends_with_the_server(
     home: Path, invoke: Invoke, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(home, more="--fault talks")
@@ -254,7 +250,7 @@ def test_a_followed_log_ends_with_its_server(
     assert lines[-1].startswith("loading ")
 
 
-def test_a_server_in_the_foreground_that_dies(
+def test_serve_in_the_foreground_reports_a_death(
     home: Path, invoke: Invoke, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Places.from_environment().servers / "tiny"
@@ -278,7 +274,7 @@ def test_a_server_in_the_foreground_that_dies(
 RESERVE = "memory: {reserve: 1000TiB}"
 
 
-def test_what_does_not_fit_is_9_and_never_started(home: Path, invoke: Invoke) -> None:
+def test_serve_refuses_what_does_not_fit_into_memory(home: Path, invoke: Invoke) -> None:
     write(home, tail=RESERVE)
     code, said, _ = invoke("serve", recipe="tiny")
     assert code == 9
@@ -287,7 +283,7 @@ def test_what_does_not_fit_is_9_and_never_started(home: Path, invoke: Invoke) ->
     assert not look(Places.from_environment().servers / "tiny").alive
 
 
-def test_a_risk_that_somebody_takes_is_on_record(home: Path, invoke: Invoke) -> None:
+def test_serve_records_an_accepted_memory_risk(home: Path, invoke: Invoke) -> None:
     write(home, tail=RESERVE)
     code, said, _ = invoke("serve", recipe="tiny", accept_memory_risk="it is my machine")
     assert (code, said["error"]) == (0, None)
@@ -296,7 +292,7 @@ def test_a_risk_that_somebody_takes_is_on_record(home: Path, invoke: Invoke) -> 
     assert facts["memory"]["lines"]
 
 
-def test_a_model_that_a_header_shows_to_be_broken_is_4(home: Path, invoke: Invoke) -> None:
+def test_serve_refuses_a_broken_model_header(home: Path, invoke: Invoke) -> None:
     broken = gguf_bytes(llama_metadata(general__architecture=None), [f32("a", 8)])
     (home / "model.gguf").write_bytes(broken)
     code, said, _ = invoke("serve", recipe="tiny")
@@ -304,7 +300,7 @@ def test_a_model_that_a_header_shows_to_be_broken_is_4(home: Path, invoke: Invok
     assert "no general.architecture" in said["error"]["what"]
 
 
-def test_a_plan_shows_the_memory_budget(home: Path, invoke: Invoke) -> None:
+def test_plan_shows_the_memory_budget(home: Path, invoke: Invoke) -> None:
     write(home, more="-c 1024", name="tiny.yaml")
     assert invoke("lock", recipe="tiny")[0] == 0
     code, said, _ = invoke("plan", recipe="tiny")

@@ -1,4 +1,4 @@
-"""Servers in containers, through `serve`, `status`, `logs` and `stop`: all real but the engine.
+"""Servers in containers, through `serve`, `status`, `logs` and `stop`; only vLLM is fake.
 
 The stand-in for vLLM runs in a real container of a real Docker Engine.
 """
@@ -23,7 +23,7 @@ from bakehouse import cli
 from bakehouse.plan.serve import SERVER
 from bakehouse.ports.docker import ContainerSpec
 from bakehouse.serve import containers, launch
-from bakehouse.serve.container_end import Seen
+from bakehouse.serve.container import ContainerExit
 from bakehouse.serve.control import look
 from bakehouse.serve.state import Ended, read, write
 from tests.support.boxed import House
@@ -36,7 +36,7 @@ def checks(document: dict[str, Any]) -> dict[str, str]:
     return {one["id"]: one["verdict"] for one in document["checks"]}
 
 
-def test_served_proven_looked_at_and_stopped(house: House) -> None:
+def test_container_is_served_verified_and_stopped(house: House) -> None:
     code, document, _ = house.serve()
 
     assert code == 0, document["error"]
@@ -63,7 +63,7 @@ def test_served_proven_looked_at_and_stopped(house: House) -> None:
         requests.get(f"{url}/health", timeout=2)
 
 
-def test_inside_the_pinned_files_are_read_only_and_nothing_is_privileged(house: House) -> None:
+def test_container_has_read_only_weights_and_no_privileges(house: House) -> None:
     (house.model / "not-pinned.py").write_text("x")
     house.write(weights={"model": {"path": str(house.model), "files": "[cmt]*"}})
     code, document, _ = house.call("serve")
@@ -80,11 +80,10 @@ def test_inside_the_pinned_files_are_read_only_and_nothing_is_privileged(house: 
     assert seen == ["config.json", "model.safetensors", "tokenizer_config.json"]
 
 
-@pytest.mark.parametrize(
-    ("container", "exit_", "what", "where"),
-    [
+def test_container_faults_are_named_and_leave_nothing(house: House) -> None:
+    rows: list[tuple[dict[str, Any], int, str, str]] = [
         ({"env": {"FAKE": "exit"}}, 7, "exited by itself with 1", "No available memory"),
-        ({"env": {"FAKE": "memory"}, "memory": "64MiB"}, 7, "memory of its limit", "server.log"),
+        ({"env": {"FAKE": "memory"}, "memory": "64MiB"}, 7, "its memory limit", "server.log"),
         ({"env": {"FAKE": "fallback"}}, 7, "implementation", "Transformers"),
         ({"env": {"FAKE": "no-nonce"}}, 7, "nonce", ""),
         ({"env": {"FAKE": "version"}}, 7, "version: expected 0.32.0; observed 0.31.0", "/version"),
@@ -92,33 +91,21 @@ def test_inside_the_pinned_files_are_read_only_and_nothing_is_privileged(house: 
         ({"env": {"FAKE": "write"}}, 7, "exited by itself with 1", "Read-only file system"),
         ({"gpus": "all"}, 9, "no NVIDIA runtime", "container"),
         ({"user": "nobody-of-that-name"}, 9, "user", "container"),
-    ],
-    ids=[
-        "exits",
-        "out-of-memory",
-        "fallback",
-        "another-answers",
-        "other-version",
-        "no-version",
-        "writes",
-        "no-gpu",
-        "no-user",
-    ],
-)
-def test_what_goes_wrong_is_told_apart_and_nothing_is_left(
-    house: House, container: dict[str, Any], exit_: int, what: str, where: str
-) -> None:
-    code, document, _ = house.serve(container=container)
-
-    error = document["error"]
-    assert (code, what in error["what"]) == (exit_, True), error
-    assert where in error["where"] + error["what"], error
-    assert house.boxes() == []
-    _, status, _ = house.call("status")
-    assert status["result"]["servers"][0]["status"] == "ended"
+    ]
+    wrong = []
+    for container, exit_, what, where in rows:
+        code, document, _ = house.serve(container=container)
+        error = document["error"]
+        named = what in error["what"] and where in (error["where"] or "") + error["what"]
+        boxes = house.boxes()
+        _, status, _ = house.call("status")
+        (seen,) = status["result"]["servers"]
+        if (code, named, boxes, seen["status"]) != (exit_, True, [], "ended"):
+            wrong.append((container, code, error, boxes, seen["status"]))
+    assert wrong == []
 
 
-def test_a_stall_is_named_with_what_was_being_loaded(house: House) -> None:
+def test_container_stall_names_the_shard(house: House) -> None:
     code, document, _ = house.serve(
         container={"env": {"FAKE": "shards"}}, serve={"stall_timeout": "2s"}
     )
@@ -130,7 +117,7 @@ def test_a_stall_is_named_with_what_was_being_loaded(house: House) -> None:
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "a-strangers"])
-def test_a_name_in_use(house: House, ours: bool) -> None:
+def test_container_name_in_use(house: House, ours: bool) -> None:
     house.write()
     labels = {SERVER: str(house.server())} if ours else {"who": "somebody"}
     image = house.docker.image(house.image)
@@ -152,7 +139,7 @@ def test_a_name_in_use(house: House, ours: bool) -> None:
         house.docker.remove(made)
 
 
-def test_a_port_in_use_is_refused_before_anything_is_made(house: House) -> None:
+def test_container_port_in_use_is_refused_first(house: House) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         held.listen()
@@ -192,10 +179,10 @@ def restart(house: House, url: str) -> None:
         (kill, "was killed by somebody else (docker kill, SIGKILL)"),
         (stop_it, "was stopped by somebody else (docker stop)"),
         (remove, "removed by somebody else"),
-        (restart, "restarted by somebody else"),
+        (restart, "restarted externally"),
     ],
 )
-def test_the_end_of_a_running_one_is_told_apart(house: House, how: Break, says: str) -> None:
+def test_container_end_is_recorded_with_its_cause(house: House, how: Break, says: str) -> None:
     code, document, _ = house.serve()
     assert code == 0, document["error"]
     how(house, document["result"]["url"])
@@ -206,7 +193,7 @@ def test_the_end_of_a_running_one_is_told_apart(house: House, how: Break, says: 
     assert house.boxes() == []
 
 
-def test_one_that_ignores_term_is_killed(house: House) -> None:
+def test_container_that_ignores_term_is_killed(house: House) -> None:
     code, document, _ = house.serve(
         container={"env": {"FAKE": "deaf"}}, serve={"stop_timeout": "1s"}
     )
@@ -218,7 +205,7 @@ def test_one_that_ignores_term_is_killed(house: House) -> None:
     assert house.boxes() == []
 
 
-def test_a_killed_keeper_takes_its_container_along(house: House) -> None:
+def test_container_ends_with_a_killed_supervisor(house: House) -> None:
     code, document, _ = house.serve()
     assert code == 0, document["error"]
     state = read(house.server())
@@ -229,7 +216,7 @@ def test_a_killed_keeper_takes_its_container_along(house: House) -> None:
 
 
 @pytest.mark.parametrize("trace", ["state", "no-state", "no-folder", "engine-lost"])
-def test_after_a_crash_of_everything_it_is_found_and_removed(house: House, trace: str) -> None:
+def test_container_left_by_a_crash_is_found_and_removed(house: House, trace: str) -> None:
     code, document, _ = house.serve()
     assert code == 0, document["error"]
     state = crash(house)
@@ -237,7 +224,7 @@ def test_after_a_crash_of_everything_it_is_found_and_removed(house: House, trace
         (house.server() / "state.json").unlink()
     if trace == "engine-lost":
         # As its follower judges where the engine no longer answers; the container may run on.
-        _, says = Seen(None, (), False, "", False, True, "no engine").verdict()
+        _, says = ContainerExit(None, (), False, "", False, True, "no engine").verdict()
         ended = Ended(at="", why="exited", code=1, says=says)
         write(house.server(), replace(state, phase="ended", ended=ended))
     if trace == "no-folder":
@@ -253,7 +240,7 @@ def test_after_a_crash_of_everything_it_is_found_and_removed(house: House, trace
     assert house.boxes() == []
 
 
-def test_without_an_engine_nobody_can_say_and_nothing_is_forgotten(
+def test_container_without_an_engine_is_unclear(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, document, _ = house.serve()
@@ -273,7 +260,7 @@ def test_without_an_engine_nobody_can_say_and_nothing_is_forgotten(
     assert house.boxes() == []
 
 
-def test_a_leftover_is_replaced_by_the_next_serve(house: House) -> None:
+def test_container_leftover_is_replaced_by_the_next_serve(house: House) -> None:
     code, document, _ = house.serve()
     crash(house)
     before = house.boxes()
@@ -284,7 +271,7 @@ def test_a_leftover_is_replaced_by_the_next_serve(house: House) -> None:
     assert house.boxes() != before
 
 
-def test_the_api_key_is_in_no_argument_and_is_needed(
+def test_container_api_key_is_required_and_hidden(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOME_KEY", "tell-nobody-7")
@@ -299,16 +286,16 @@ def test_the_api_key_is_in_no_argument_and_is_needed(
 
 
 @pytest.mark.parametrize("swept", [True, False], ids=["interrupted", "killed-outright"])
-def test_a_start_that_ends_before_its_keeper_leaves_nothing_that_is_not_found(
+def test_container_start_interrupted_before_its_supervisor(
     house: House, monkeypatch: pytest.MonkeyPatch, *, swept: bool
 ) -> None:
     def never(*_: object) -> socket.socket:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "start_keeper", never)
+        patch.setattr(launch, "start_supervisor", never)
         if not swept:  # killed at once: nothing of ours runs any more
-            patch.setattr(containers, "withdraw", lambda *_: os._exit(9))
+            patch.setattr(containers, "remove_failed_launch", lambda *_: os._exit(9))
         if child := os.fork():
             os.waitpid(child, 0)
         else:
@@ -325,7 +312,7 @@ def test_a_start_that_ends_before_its_keeper_leaves_nothing_that_is_not_found(
     assert house.serve()[0] == 0
 
 
-def test_a_volume_that_is_a_file_or_cannot_be_made(house: House, tmp_path: Path) -> None:
+def test_container_volumes(house: House, tmp_path: Path) -> None:
     (tmp_path / "kept.txt").write_text("mine")
     (tmp_path / "way").symlink_to(house.engine.host.removeprefix("unix://"))
     code, document, _ = house.serve(container={"volumes": [f"{tmp_path}/kept.txt:/kept.txt"]})
@@ -335,7 +322,7 @@ def test_a_volume_that_is_a_file_or_cannot_be_made(house: House, tmp_path: Path)
 
     held = Path(house.engine.host.removeprefix("unix://")).parent
     for source, exit_, said in (
-        (f"{tmp_path}/kept.txt/below", 9, "cannot be made"), (f"{tmp_path}/way", 2, "own socket"),
+        (f"{tmp_path}/kept.txt/below", 9, "cannot create"), (f"{tmp_path}/way", 2, "own socket"),
         (str(held), 2, "own socket"), (str(held.parent), 2, "own socket"),
     ):  # fmt: skip
         code, document, _ = house.serve(container={"volumes": [f"{source}:/x"]})

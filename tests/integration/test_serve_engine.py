@@ -15,8 +15,9 @@ from bakehouse.engines.counters import read_counters
 from bakehouse.errors import NotHealthy
 from bakehouse.probe.prove import prove
 from bakehouse.recipe.gate import Probe
-from bakehouse.serve.bring import Order, bring_up
+from bakehouse.serve.bring import bring_up
 from bakehouse.serve.control import folders, look, stop
+from bakehouse.serve.launch import ServerSpec
 from bakehouse.serve.proof import Prove
 from tests.support.serving import Notes, agree, left_of, order
 
@@ -52,8 +53,8 @@ def notes(tmp_path: Path) -> Notes:
 
 
 @pytest.fixture
-def real(context: Context, llama_server: Path, smollm2: Path) -> Callable[..., Order]:
-    def make(*flags: str, **serve: object) -> Order:
+def real(context: Context, llama_server: Path, smollm2: Path) -> Callable[..., ServerSpec]:
+    def make(*flags: str, **serve: object) -> ServerSpec:
         command = (str(llama_server), "-m", str(smollm2), "-c", "1024", "-t", "2", *flags)
         return order(context, command=command, model=str(smollm2), ready=60.0, **serve)  # type: ignore[arg-type]
 
@@ -65,8 +66,8 @@ def questions(context: Context) -> Prove:
     return lambda endpoint: prove(context, endpoint, QUESTIONS)
 
 
-def test_it_is_served_proven_and_proven_again(
-    context: Context, notes: Notes, real: Callable[..., Order], questions: Prove
+def test_engine_is_served_and_verified_twice(
+    context: Context, notes: Notes, real: Callable[..., ServerSpec], questions: Prove
 ) -> None:
     wanted = real("-fa", "on", slots=2)
     ready = bring_up(context, wanted, questions, notes)
@@ -89,15 +90,15 @@ def test_it_is_served_proven_and_proven_again(
     assert not stopped.killed
 
 
-def test_speculation_that_is_asked_for_is_on(
-    context: Context, notes: Notes, real: Callable[..., Order]
+def test_engine_speculation_is_on(
+    context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     bring_up(context, real("--spec-type", "ngram-simple"), agree, notes)
     assert next(c for c in notes.seen if c.id == "speculation").observed == "true"
 
 
-def test_speculation_without_a_drafter_is_seen(
-    context: Context, notes: Notes, real: Callable[..., Order]
+def test_engine_speculation_without_a_drafter(
+    context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     with pytest.raises(NotHealthy):
         bring_up(context, real("--spec-type", "draft-simple"), agree, notes)
@@ -106,23 +107,25 @@ def test_speculation_without_a_drafter_is_seen(
     assert "draft-simple without -md" in missing.observed
 
 
-def test_a_drafter_without_a_mode_is_seen(
-    context: Context, notes: Notes, real: Callable[..., Order], smollm2: Path
+def test_engine_drafter_without_a_mode(
+    context: Context, notes: Notes, real: Callable[..., ServerSpec], smollm2: Path
 ) -> None:
     with pytest.raises(NotHealthy) as caught:
         bring_up(context, real("-md", str(smollm2)), agree, notes)
     assert "-md without --spec-type" in caught.value.what
 
 
-def test_layers_on_a_gpu_that_is_not_there(
-    context: Context, notes: Notes, real: Callable[..., Order]
+def test_engine_layers_without_a_gpu(
+    context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     with pytest.raises(NotHealthy):
         bring_up(context, real("-ngl", "99"), agree, notes)
     assert "gpu-layers" in {c.id for c in notes.seen if not c.passed}
 
 
-def test_a_key_guards_it(context: Context, notes: Notes, real: Callable[..., Order]) -> None:
+def test_engine_checks_the_key(
+    context: Context, notes: Notes, real: Callable[..., ServerSpec]
+) -> None:
     ready = bring_up(context, real(key="sekret-key-1"), agree, notes)
     assert context.http.ask("GET", f"{ready.server.url}/v1/models").status == 401
     assert next(c for c in notes.seen if c.id == "key").passed
@@ -131,8 +134,8 @@ def test_a_key_guards_it(context: Context, notes: Notes, real: Callable[..., Ord
     assert not (ready.server.folder / "api-key").exists()
 
 
-def test_the_users_own_settings_do_not_reach_it(
-    context: Context, notes: Notes, real: Callable[..., Order], tmp_path: Path,
+def test_engine_ignores_the_users_own_settings(
+    context: Context, notes: Notes, real: Callable[..., ServerSpec], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     config = tmp_path / ".config" / "llama.cpp"
@@ -144,24 +147,21 @@ def test_the_users_own_settings_do_not_reach_it(
     assert next(c for c in notes.seen if c.id == "context").observed == "1024 (1024)"
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
+def test_engine_errors_quote_its_log(
+    context: Context, notes: Notes, real: Callable[..., ServerSpec]
+) -> None:
+    for flags, words in (
         (("--no-such-flag",), "invalid argument"),
         (("-m", "/nowhere/x.gguf"), "failed to open GGUF file"),
-    ],
-)
-def test_what_it_cannot_do_is_said_with_the_line_of_its_log(
-    context: Context, notes: Notes, real: Callable[..., Order], flags: tuple[str, ...], words: str
-) -> None:
-    with pytest.raises(NotHealthy) as caught:
-        bring_up(context, real(*flags), agree, notes)
-    assert "exited by itself with 1" in caught.value.what
-    assert words in str(caught.value.where)
+    ):
+        with pytest.raises(NotHealthy) as caught:
+            bring_up(context, real(*flags), agree, notes)
+        assert "exited by itself with 1" in caught.value.what
+        assert words in str(caught.value.where)
 
 
-def test_a_fixed_port_is_used_and_a_second_server_on_it_is_refused(
-    context: Context, notes: Notes, real: Callable[..., Order]
+def test_engine_fixed_port_is_refused_to_a_second_server(
+    context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -171,8 +171,8 @@ def test_a_fixed_port_is_used_and_a_second_server_on_it_is_refused(
     bring_up(context, real(port=port), agree, notes)
 
 
-def test_killed_it_is_recorded_as_killed(
-    context: Context, notes: Notes, real: Callable[..., Order]
+def test_engine_killed_is_recorded(
+    context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     ready = bring_up(context, real(), agree, notes)
     ready.server.process.send(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Every way in which a server is not what it seems gets a named check and leaves nothing behind."""
+"""Faults of servers: each gets a named check, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +24,11 @@ from bakehouse.probe.prove import prove
 from bakehouse.probe.types import Endpoint, Proof
 from bakehouse.recipe.gate import Probe
 from bakehouse.records.model import Answer
+from bakehouse.serve import keeper
 from bakehouse.serve import state as states
-from bakehouse.serve.bring import Order, Ready, bring_up
+from bakehouse.serve.bring import VerifiedServer, bring_up
 from bakehouse.serve.control import folders, look, stop
+from bakehouse.serve.launch import ServerSpec
 from tests.support.serving import Notes, agree, asking, left_of, order, proof
 
 pytestmark = pytest.mark.integration
@@ -48,14 +50,14 @@ def notes(tmp_path: Path) -> Notes:
 
 
 def refused(
-    ctx: Context, notes: Notes, wanted: Order, kind: type[BakehouseError] = NotHealthy,
+    ctx: Context, notes: Notes, wanted: ServerSpec, kind: type[BakehouseError] = NotHealthy,
     path: str = "",
 ) -> tuple[str, BakehouseError]:  # fmt: skip
     """Serve in vain; give the id of the first check that did not pass, and the error."""
     with pytest.raises(kind) as caught:
         bring_up(ctx, wanted, asking(ctx, path) if path else agree, notes)
     assert not left_of(ctx)
-    state = states.read(wanted.settings.folder)
+    state = states.read(wanted.folder)
     assert state is not None
     assert state.phase == "ended"
     assert (notes.folder / "server.log").exists()
@@ -64,28 +66,28 @@ def refused(
     return failed[0], caught.value
 
 
-@pytest.mark.parametrize(
-    ("fault", "id_"),
-    [
-        ("html", "health"),
-        ("garbage", "health"),
-        ("unauthorized", "health"),
-        ("old-nonce", "nonce"),
-        ("wrong-name", "model-name"),
-        ("router", "nonce"),
-        ("model-path=/other.gguf", "model-path"),
-        ("no-template", "chat-template"),
-        ("context=100", "context"),
-    ],
-)
-def test_a_server_that_is_not_the_one_that_was_asked_for(
-    context: Context, notes: Notes, fault: str, id_: str
+def test_serve_refuses_a_server_that_is_not_the_requested_one(
+    context: Context, notes: Notes
 ) -> None:
-    wanted = order(context, fault, context=512)
-    assert refused(context, notes, wanted)[0] == id_
+    expected = {
+        "html": "health",
+        "garbage": "health",
+        "unauthorized": "health",
+        "old-nonce": "nonce",
+        "wrong-name": "model-name",
+        "router": "nonce",
+        "model-path=/other.gguf": "model-path",
+        "no-template": "chat-template",
+        "context=100": "context",
+    }
+    got = {}
+    for fault in expected:
+        notes.seen.clear()
+        got[fault] = refused(context, notes, order(context, fault, context=512))[0]
+    assert got == expected
 
 
-def test_speculation_layers_and_attention_need_evidence(context: Context, notes: Notes) -> None:
+def test_serve_requires_evidence_of_features(context: Context, notes: Notes) -> None:
     wanted = order(context, speculation="draft-mtp", gpu_layers=9, flash_attn="on")
     refused(context, notes, wanted)
     failed = {c.id: c.verdict for c in notes.seen if not c.passed}
@@ -96,7 +98,7 @@ def test_speculation_layers_and_attention_need_evidence(context: Context, notes:
     }
 
 
-def test_layers_and_attention_are_read_from_the_log(context: Context, notes: Notes) -> None:
+def test_serve_reads_evidence_from_the_log(context: Context, notes: Notes) -> None:
     lines = "print=load_tensors: offloaded 9/9 layers to GPU|llama_context: flash_attn   = enabled"
     wanted = order(context, "speculates", lines, speculation="ngram-simple", gpu_layers=99,
                    flash_attn="on")  # fmt: skip
@@ -104,23 +106,18 @@ def test_layers_and_attention_are_read_from_the_log(context: Context, notes: Not
     assert all(c.passed for c in notes.seen)
 
 
-@pytest.mark.parametrize(
-    ("number", "word"), [(4, "another CPU"), (6, "SIGABRT"), (9, "SIGKILL"), (11, "memory fault")]
-)
-def test_a_server_that_a_signal_ends_names_it(
-    context: Context, notes: Notes, number: int, word: str
-) -> None:
-    began = time.monotonic()
-    id_, error = refused(context, notes, order(context, f"signal={number}"))
-    assert id_ == "alive"
-    assert word in error.what
-    assert signal.Signals(number).name in error.what
-    assert time.monotonic() - began < 15  # at once, and not when the patience of 20 s is over
+def test_serve_names_the_signal_that_ended_a_server(context: Context, notes: Notes) -> None:
+    for number, word in (4, "another CPU"), (6, "SIGABRT"), (9, "SIGKILL"), (11, "memory fault"):
+        notes.seen.clear()
+        began = time.monotonic()
+        id_, error = refused(context, notes, order(context, f"signal={number}"))
+        assert id_ == "alive"
+        assert word in error.what
+        assert signal.Signals(number).name in error.what
+        assert time.monotonic() - began < 15  # at once, not after the timeout of 20 s
 
 
-def test_a_server_that_exits_shows_the_first_cause_in_its_log(
-    context: Context, notes: Notes
-) -> None:
+def test_serve_shows_the_first_cause_in_the_log(context: Context, notes: Notes) -> None:
     id_, error = refused(context, notes, order(context, "exit=1"))
     assert id_ == "alive"
     assert "exited by itself with 1" in error.what
@@ -128,7 +125,7 @@ def test_a_server_that_exits_shows_the_first_cause_in_its_log(
     assert "failed to load model" in str(error.where)
 
 
-def test_a_program_that_is_not_there(context: Context, notes: Notes) -> None:
+def test_serve_reports_a_missing_program(context: Context, notes: Notes) -> None:
     wanted = order(context, command=("/nowhere/llama-server", "-m", "/models/x.gguf"))
     id_, error = refused(context, notes, wanted)
     assert id_ == "alive"
@@ -136,25 +133,25 @@ def test_a_program_that_is_not_there(context: Context, notes: Notes) -> None:
     assert str(error.where) == "server.log:1: /nowhere/llama-server: No such file or directory"
 
 
-def test_a_server_that_is_never_healthy_meets_the_deadline(context: Context, notes: Notes) -> None:
+def test_readiness_has_a_deadline(context: Context, notes: Notes) -> None:
     id_, error = refused(context, notes, order(context, "never", "talks", ready=1.0, stall=30))
     assert id_ == "health"
-    assert "in time" in error.what
+    assert "not healthy within 1 s" in error.what
     assert "HTTP 503" in next(c.observed for c in error.checks)
 
 
-def test_silence_is_a_stall_although_we_poll(context: Context, notes: Notes) -> None:
+def test_readiness_detects_a_stall_although_we_poll(context: Context, notes: Notes) -> None:
     id_, error = refused(context, notes, order(context, "never", "chatty", ready=60, stall=1.0))
     assert id_ == "loading"
     assert "stalled" in error.what
 
 
-def test_a_server_that_talks_does_not_stall(context: Context, notes: Notes) -> None:
+def test_readiness_waits_while_the_server_logs(context: Context, notes: Notes) -> None:
     ready = bring_up(context, order(context, "slow=3", "talks", stall=1.5), agree, notes)
     assert ready.loading >= 2.5
 
 
-def test_health_is_noticed_within_a_tenth_of_a_second(context: Context, notes: Notes) -> None:
+def test_readiness_is_noticed_within_a_tenth_of_a_second(context: Context, notes: Notes) -> None:
     lags: list[float] = []
     for _ in range(3):
         wanted = order(context, "slow=0.5")
@@ -164,41 +161,43 @@ def test_health_is_noticed_within_a_tenth_of_a_second(context: Context, notes: N
             return proof()
 
         bring_up(context, wanted, note, notes)
-        log = (wanted.settings.folder / "server.log").read_text()
+        log = (wanted.folder / "server.log").read_text()
         lags[-1] -= float(log.split("healthy from ")[1].split()[0])
-        stop(wanted.settings.folder)
+        stop(wanted.folder)
     asking_about_features = 0.1
     assert min(lags) < 0.1 + asking_about_features
 
 
-def test_a_server_that_never_listens(context: Context, notes: Notes) -> None:
+def test_readiness_of_a_server_that_never_listens(context: Context, notes: Notes) -> None:
     id_, error = refused(context, notes, order(context, "never-listen", ready=1.0))
     assert id_ == "health"
     assert "never listened" in next(c.observed for c in error.checks)
 
 
-def test_a_server_that_dies_under_the_probe(context: Context, notes: Notes) -> None:
+def test_verification_notices_a_death_during_the_probe(context: Context, notes: Notes) -> None:
     id_, error = refused(context, notes, order(context), path="/die")
     assert id_ == "alive-after"
     assert "ended" in error.what
 
 
-def test_a_server_that_is_sick_after_the_probe(context: Context, notes: Notes) -> None:
+def test_verification_checks_health_after_the_probe(context: Context, notes: Notes) -> None:
     assert refused(context, notes, order(context), path="/sicken")[0] == "health-after"
 
 
-def test_a_fault_in_the_log_is_no_readiness(context: Context, notes: Notes) -> None:
+def test_verification_refuses_a_fault_in_the_log(context: Context, notes: Notes) -> None:
     line = "CUDA error: an illegal memory access was encountered"
     id_, error = refused(context, notes, order(context, f"print={line}"))
     assert id_ == "log"
     assert line in str(error.where)
 
 
-def test_a_fault_that_the_probe_brings_out(context: Context, notes: Notes) -> None:
+def test_verification_reads_the_log_after_the_probe(context: Context, notes: Notes) -> None:
     assert refused(context, notes, order(context), path="/corrupt")[0] == "log-after"
 
 
-def test_images_that_a_draft_context_never_learns_of(context: Context, notes: Notes) -> None:
+def test_verification_notices_images_lost_by_a_draft_context(
+    context: Context, notes: Notes
+) -> None:
     """The suite names the draft context, and so does the log's first cause."""
     probe = Probe.model_validate({"suites": ["vision"]})
     proofs: list[Proof] = []
@@ -218,9 +217,7 @@ def test_images_that_a_draft_context_never_learns_of(context: Context, notes: No
     assert "--spec-type" in str(caught.value.hint)
 
 
-def test_a_fault_after_the_proof_is_recorded_and_ends_the_next_proof(
-    context: Context, notes: Notes
-) -> None:
+def test_verification_again_refuses_a_fault_logged_since(context: Context, notes: Notes) -> None:
     ready = bring_up(context, order(context), agree, notes)
     context.http.ask("GET", f"{ready.server.url}/corrupt")
     wait_until(lambda: findings_of(ready.server.folder))
@@ -230,7 +227,7 @@ def test_a_fault_after_the_proof_is_recorded_and_ends_the_next_proof(
     assert not left_of(context)
 
 
-def test_wrong_answers_are_another_exit_code(context: Context, notes: Notes) -> None:
+def test_verification_of_wrong_answers_exits_with_8(context: Context, notes: Notes) -> None:
     wrong = proof(check("facts", "5 of 5", "1 of 5", "POST /v1", ok=False), verdict=Verdict.FAILED)
     with pytest.raises(NotCorrect) as caught:
         bring_up(context, order(context), lambda _: wrong, notes)
@@ -244,7 +241,7 @@ def test_wrong_answers_are_another_exit_code(context: Context, notes: Notes) -> 
     assert "1 of 1 right" in ended.ended.says
 
 
-def test_answers_that_could_not_be_judged_are_no_proof(context: Context, notes: Notes) -> None:
+def test_verification_needs_answers_that_can_be_judged(context: Context, notes: Notes) -> None:
     gap = proof(check("facts", "5 of 5", None, "POST /v1", ok=None), verdict=Verdict.UNKNOWN)
     answer = Answer(
         question="?", mode="chat", wanted=("x",), content="", verdict="unanswered", seconds=1.0
@@ -256,7 +253,7 @@ def test_answers_that_could_not_be_judged_are_no_proof(context: Context, notes: 
     assert not left_of(context)
 
 
-def test_a_second_owner_of_the_port_is_seen(context: Context, notes: Notes) -> None:
+def test_verification_notices_a_second_owner_of_the_port(context: Context, notes: Notes) -> None:
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
@@ -272,46 +269,43 @@ def test_a_second_owner_of_the_port_is_seen(context: Context, notes: Notes) -> N
     assert "another process holds" in failed["socket-owner-after"]
 
 
-@pytest.mark.parametrize(
-    ("held", "asked"),
-    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "127.0.0.1"), ("::1", "::1"),
-     ("127.0.0.1", "0.0.0.0")],
-)  # fmt: skip
-def test_a_taken_port_is_refused_before_launch(
-    context: Context, notes: Notes, held: str, asked: str
-) -> None:
-    family = socket.AF_INET6 if ":" in held else socket.AF_INET
-    with socket.socket(family) as other:
-        if family == socket.AF_INET6:
-            other.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        other.bind((held, 0))
-        other.listen()
-        port = other.getsockname()[1]
-        wanted = order(context, port=port, host=asked, key="sekret-key-1")
-        with pytest.raises(HostError) as caught:
-            bring_up(context, wanted, agree, notes)
-    assert caught.value.exit_code == 9
-    assert f"port {port} is taken" in caught.value.what
-    assert f"process {os.getpid()}: " in str(caught.value.where)
-    assert not left_of(context)
-    assert not (wanted.settings.folder / "server.log").exists()
+def test_serve_refuses_a_taken_port_before_launch(context: Context, notes: Notes) -> None:
+    for held, asked in (
+        ("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "127.0.0.1"), ("::1", "::1"),
+        ("127.0.0.1", "0.0.0.0"),
+    ):  # fmt: skip
+        family = socket.AF_INET6 if ":" in held else socket.AF_INET
+        with socket.socket(family) as other:
+            if family == socket.AF_INET6:
+                other.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            other.bind((held, 0))
+            other.listen()
+            port = other.getsockname()[1]
+            wanted = order(context, port=port, host=asked, key="sekret-key-1")
+            with pytest.raises(HostError) as caught:
+                bring_up(context, wanted, agree, notes)
+        assert caught.value.exit_code == 9
+        assert f"port {port} is taken" in caught.value.what
+        assert f"process {os.getpid()}: " in str(caught.value.where), (held, asked)
+        assert not left_of(context)
+        assert not (wanted.folder / "server.log").exists()
 
 
-def test_a_server_that_ignores_term_and_its_stray_child_are_ended(
+def test_stop_kills_a_server_that_ignores_term_and_its_stray_child(
     context: Context, notes: Notes
 ) -> None:
     wanted = order(context, "ignore-term", "stray", stop_timeout="0.5s")
     bring_up(context, wanted, agree, notes)
     assert len(left_of(context)) == 3  # keeper, server, stray
-    stopped = stop(wanted.settings.folder)
+    stopped = stop(wanted.folder)
     assert stopped.killed
     assert "ignored TERM" in stopped.says
     assert not left_of(context)
-    again = stop(wanted.settings.folder)
+    again = stop(wanted.folder)
     assert not again.ran
 
 
-def test_a_server_that_dies_takes_its_stray_child_along(context: Context, notes: Notes) -> None:
+def test_supervisor_ends_the_stray_child_of_a_dead_server(context: Context, notes: Notes) -> None:
     ready = bring_up(context, order(context, "stray"), agree, notes)
     ready.server.process.send(signal.SIGKILL)
     wait_until(lambda: not left_of(context))
@@ -323,7 +317,7 @@ def test_a_server_that_dies_takes_its_stray_child_along(context: Context, notes:
     assert "SIGKILL" in seen.state.ended.says
 
 
-def test_the_keepers_death_is_the_servers(context: Context, notes: Notes) -> None:
+def test_supervisor_death_ends_the_server(context: Context, notes: Notes) -> None:
     ready = bring_up(context, order(context, "stray"), agree, notes)
     keeper = look(ready.server.folder).processes[0]
     keeper.send(signal.SIGKILL)
@@ -334,7 +328,7 @@ def test_the_keepers_death_is_the_servers(context: Context, notes: Notes) -> Non
     assert not left_of(context)
 
 
-def test_a_keeper_killed_before_the_proof(context: Context, notes: Notes) -> None:
+def test_supervisor_killed_before_the_verification(context: Context, notes: Notes) -> None:
     def kill_keeper(_: object) -> Proof:
         look(context.places.servers / "fake").processes[0].send(signal.SIGKILL)
         time.sleep(0.2)
@@ -349,7 +343,8 @@ def test_a_keeper_killed_before_the_proof(context: Context, notes: Notes) -> Non
 SERVE = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, {root!r})
+sys.path[:0] = {paths!r}
+{before}
 from bakehouse.context import Context
 from bakehouse.places import Places
 from bakehouse.serve.bring import bring_up
@@ -363,7 +358,7 @@ run = Path({run!r})
 try:
     ready = bring_up(ctx, order(ctx, "stray", foreground={foreground}), slowly, Notes(run))
     print("again" if ready.again else "ready", flush=True)
-    if ready.link:
+    if ready.connection:
         time.sleep(60)
 except KeyboardInterrupt:
     sys.exit(130)
@@ -371,12 +366,13 @@ except KeyboardInterrupt:
 
 
 def serving(
-    ctx: Context, run: Path, wait: float, *, foreground: bool = False
-) -> subprocess.Popen[str]:
-    """A `serve` in a process of its own."""
+    ctx: Context, run: Path, wait: float, *, foreground: bool = False,
+    paths: Sequence[str] = (), before: str = "",
+) -> subprocess.Popen[str]:  # fmt: skip
+    """A `serve` in a process of its own; `paths` precede this checkout's."""
     text = SERVE.format(
-        root=str(Path(__file__).parents[2]), cache=str(ctx.places.cache),
-        state=str(ctx.places.state), wait=wait, run=str(run), foreground=foreground,
+        paths=[*paths, str(Path(__file__).parents[2])], cache=str(ctx.places.cache),
+        state=str(ctx.places.state), wait=wait, run=str(run), foreground=foreground, before=before,
     )  # fmt: skip
     return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
 
@@ -394,7 +390,7 @@ def wait_until(true: object, seconds: float = 10.0) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_an_unproven_server_does_not_outlive_serve(
+def test_serve_killed_takes_an_unverified_server_along(
     context: Context, notes: Notes, number: int
 ) -> None:
     with serving(context, notes.folder, 60) as child:
@@ -413,13 +409,49 @@ def test_an_unproven_server_does_not_outlive_serve(
     assert state.ended.why == "unproven"
 
 
-def test_a_proven_server_outlives_serve(context: Context, notes: Notes) -> None:
+def test_serve_leaves_a_verified_server_running(context: Context, notes: Notes) -> None:
     with serving(context, notes.folder, 0) as child:
         assert child.wait(20) == 0
     assert look(context.places.servers / "fake").word == "running"
 
 
-def test_a_server_in_the_foreground_ends_with_serve(context: Context, notes: Notes) -> None:
+RENAME = """
+from bakehouse.serve import keeper
+keeper.__name__ = keeper.__package__ + ".warden"
+"""
+
+
+def test_supervisor_of_another_version_is_found_verified_and_stopped(
+    context: Context, notes: Notes, tmp_path: Path
+) -> None:
+    """Its module has another name, and its files are gone since an upgrade."""
+    old = tmp_path / "old"
+    source = Path(keeper.__file__)
+    package = next(folder for folder in source.parents if folder.name == "bakehouse")
+    shutil.copytree(package, old / "bakehouse")
+    here = old / source.relative_to(package.parent)
+    shutil.copy(here, here.with_name("warden.py"))
+    with serving(context, notes.folder, 0, paths=[str(old)], before=RENAME) as child:
+        assert child.wait(60) == 0
+    folder = context.places.servers / "fake"
+    time.sleep(1)  # until it has loaded the log signatures
+    (old / "bakehouse").rename(old / "gone")
+    supervisor = look(folder).processes[0]
+    assert f"{keeper.__package__}.warden" in supervisor.command
+    assert look(folder).word == "running"
+    assert bring_up(context, order(context, "stray"), agree, notes).again
+    supervisor.send(signal.SIGSTOP)
+    states.path(folder).unlink()
+    seen = look(folder)
+    assert (seen.word, seen.processes[0]) == ("unclear", supervisor)
+    supervisor.send(signal.SIGCONT)
+    stopped = stop(folder)
+    assert (stopped.ran, stopped.killed) == (True, False)
+    assert not left_of(context)
+    assert look(folder).word == "ended"
+
+
+def test_serve_in_the_foreground_ends_its_server(context: Context, notes: Notes) -> None:
     with serving(context, notes.folder, 0, foreground=True) as child:
         assert child.stdout
         assert [child.stdout.readline() for _ in range(2)] == ["proving\n", "ready\n"]
@@ -428,7 +460,7 @@ def test_a_server_in_the_foreground_ends_with_serve(context: Context, notes: Not
     wait_until(lambda: not left_of(context))
 
 
-def test_two_at_once_make_one_server_proven_twice(context: Context, notes: Notes) -> None:
+def test_serve_twice_at_once_starts_one_server(context: Context, notes: Notes) -> None:
     with serving(context, notes.folder, 0.5) as one, serving(context, notes.folder, 0.5) as two:
         said = [child.communicate(timeout=30)[0].split() for child in (one, two)]
         codes = (one.wait(5), two.wait(5))
@@ -437,7 +469,7 @@ def test_two_at_once_make_one_server_proven_twice(context: Context, notes: Notes
     assert len(left_of(context)) == 3
 
 
-def test_other_settings_are_refused_while_it_runs(context: Context, notes: Notes) -> None:
+def test_serve_refuses_other_settings_while_it_runs(context: Context, notes: Notes) -> None:
     bring_up(context, order(context), agree, notes)
     before = left_of(context)
     with pytest.raises(HostError, match="other settings") as caught:
@@ -446,9 +478,9 @@ def test_other_settings_are_refused_while_it_runs(context: Context, notes: Notes
     assert left_of(context) == before
 
 
-def test_a_running_server_that_turned_wrong_is_stopped(context: Context, notes: Notes) -> None:
+def test_serve_stops_a_running_server_that_became_wrong(context: Context, notes: Notes) -> None:
     ready = bring_up(context, order(context), agree, notes)
-    assert isinstance(ready, Ready)
+    assert isinstance(ready, VerifiedServer)
     with suppress(Exception):
         context.http.ask("GET", f"{ready.server.url}/sicken")
     with pytest.raises(NotHealthy):
@@ -456,7 +488,7 @@ def test_a_running_server_that_turned_wrong_is_stopped(context: Context, notes: 
     assert not left_of(context)
 
 
-def test_the_key_is_asked_for_and_never_in_an_argument(context: Context, notes: Notes) -> None:
+def test_serve_checks_the_key_and_hides_it(context: Context, notes: Notes) -> None:
     ready = bring_up(context, order(context, key="sekret-key-1"), agree, notes)
     folder = ready.server.folder
     assert next(c for c in notes.seen if c.id == "key").passed
@@ -468,43 +500,36 @@ def test_the_key_is_asked_for_and_never_in_an_argument(context: Context, notes: 
         bring_up(context, order(context, key="sekret-key-2"), agree, notes)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"schema": 1}', "[]", '{"schema": 99}', "\x00"])
-def test_a_state_that_cannot_be_read_is_no_obstacle(
-    context: Context, notes: Notes, text: str
+def test_status_and_stop_work_with_a_state_that_cannot_be_read(
+    context: Context, notes: Notes
 ) -> None:
-    ready = bring_up(context, order(context), agree, notes)
-    folder = ready.server.folder
+    folder = bring_up(context, order(context), agree, notes).server.folder
     keeper = look(folder).processes[0]
     keeper.send(signal.SIGSTOP)
-    states.path(folder).write_text(text)
-    seen = look(folder)
-    assert seen.alive
-    assert seen.trouble
-    assert seen.word == "unclear"
-    assert seen.trouble in line(seen)
+    for text in ("", "{", '{"schema": 1}', "[]", '{"schema": 99}', "\x00"):
+        states.path(folder).write_text(text)
+        seen = look(folder)
+        assert (seen.alive, seen.word) == (True, "unclear"), text
+        assert seen.trouble
+        assert seen.trouble in line(seen)
     keeper.send(signal.SIGCONT)
     assert stop(folder).ran
     assert not left_of(context)
     assert look(folder).word in {"ended", "gone"}
 
 
-@pytest.mark.parametrize("damage", ["", "{", None])
-def test_the_keeper_mends_a_state_that_was_damaged(
-    context: Context, notes: Notes, damage: str | None
-) -> None:
+def test_supervisor_rewrites_a_damaged_state(context: Context, notes: Notes) -> None:
     folder = bring_up(context, order(context), agree, notes).server.folder
     good = states.path(folder).read_text()
-    if damage is None:
+    for damage in ("", "{", None):
         states.path(folder).unlink()
-    else:
-        states.path(folder).write_text(damage)
-    wait_until(lambda: look(folder).word == "running")
-    assert states.path(folder).read_text() == good
+        if damage is not None:
+            states.path(folder).write_text(damage)
+        wait_until(lambda: look(folder).word == "running")
+        assert states.path(folder).read_text() == good
 
 
-def test_a_server_whose_folder_was_removed_is_found_and_stopped(
-    context: Context, notes: Notes
-) -> None:
+def test_stop_finds_a_server_whose_folder_was_removed(context: Context, notes: Notes) -> None:
     folder = bring_up(context, order(context), agree, notes).server.folder
     shutil.rmtree(context.places.state)
     assert folders(context.places) == (folder,)
@@ -517,7 +542,7 @@ def test_a_server_whose_folder_was_removed_is_found_and_stopped(
     assert folders(context.places) == ()
 
 
-def test_a_full_disk_does_not_end_a_proven_server(context: Context, notes: Notes) -> None:
+def test_supervisor_survives_a_full_disk(context: Context, notes: Notes) -> None:
     ready = bring_up(context, order(context), agree, notes)
     folder, server = ready.server.folder, ready.server.process
     with unwritable(folder):
@@ -528,14 +553,16 @@ def test_a_full_disk_does_not_end_a_proven_server(context: Context, notes: Notes
     wait_until(lambda: look(folder).word == "running")
 
 
-def test_a_proof_that_cannot_be_kept_is_none(context: Context, notes: Notes) -> None:
+def test_serve_stops_a_server_whose_verification_cannot_be_recorded(
+    context: Context, notes: Notes
+) -> None:
     with ExitStack() as stack:
 
         def fill(_: Endpoint) -> Proof:
             stack.enter_context(unwritable(context.places.servers / "fake"))
             return proof()
 
-        with pytest.raises(NotHealthy, match="could not be written down"):
+        with pytest.raises(NotHealthy, match="could not be recorded"):
             bring_up(context, order(context), fill, notes)
         assert not left_of(context)
 
@@ -552,9 +579,7 @@ def unwritable(folder: Path) -> Iterator[None]:
         obstacle.rmdir()
 
 
-def test_a_state_that_points_at_another_process_never_hits_it(
-    context: Context, notes: Notes
-) -> None:
+def test_stop_never_signals_another_process(context: Context, notes: Notes) -> None:
     ready = bring_up(context, order(context), agree, notes)
     folder = ready.server.folder
     good = states.path(folder).read_text()
@@ -576,7 +601,7 @@ def own_start(pid: int) -> int:
     return start_time(pid) or 0
 
 
-def test_after_a_reboot_it_is_gone(context: Context, notes: Notes) -> None:
+def test_status_after_a_reboot_is_gone(context: Context, notes: Notes) -> None:
     ready = bring_up(context, order(context), agree, notes)
     folder = ready.server.folder
     good = states.path(folder).read_text()
@@ -592,7 +617,7 @@ def test_after_a_reboot_it_is_gone(context: Context, notes: Notes) -> None:
     assert look(folder).word == "ended"
 
 
-def test_a_bad_switch_leaves_no_file_descriptor(context: Context, notes: Notes) -> None:
+def test_serve_that_fails_leaves_no_file_descriptor(context: Context, notes: Notes) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         refused(context, notes, order(context, "exit=1"))

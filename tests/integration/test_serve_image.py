@@ -1,4 +1,4 @@
-"""`serve` runs exactly the image that was verified, even if its tag was moved since."""
+"""A server runs the image that was verified, even if its tag has moved since."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def built(house: House, text: str) -> None:
     house.write(image_more={"mods": [{"folder": str(mod)}]})
 
 
-def test_serve_ignores_a_tag_that_moved_after_verification(
+def test_image_tag_moved_after_verification_changes_nothing(
     house: House,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -64,7 +64,7 @@ def test_serve_ignores_a_tag_that_moved_after_verification(
     assert house.engine.cli("exec", "bakehouse-boxed", "cat", "/etc/own") == "one"
 
 
-def test_serve_refuses_to_reuse_a_server_of_another_image(
+def test_image_rebuilt_is_another_server(
     house: House,
 ) -> None:
     built(house, "one")

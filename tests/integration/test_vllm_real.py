@@ -142,7 +142,7 @@ def changed_model(house: House, name: str, **config: Any) -> Path:
     [
         ("longer", {"serve": {"context": 16384}}, "greater than the derived max_model_len"),
         ("shm", {"container": {"shm_size": "64MiB"}}, "/dev/shm"),
-        ("limit", {"container": {"memory": "600MiB"}}, "memory of its limit had run out"),
+        ("limit", {"container": {"memory": "600MiB"}}, "it reached its memory limit"),
     ],
     ids=["context", "shared-memory", "memory-limit"],
 )

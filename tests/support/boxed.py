@@ -56,7 +56,7 @@ class House:
 def opened(
     folder: Path, engine: Engine, image: str, patch: pytest.MonkeyPatch, capsys: Any
 ) -> Iterator[House]:
-    """Make a house for the length of a `with` block; at its end no container may be left."""
+    """Open a house for the length of a `with` block; at its end no container may be left."""
     patch.setenv("BAKEHOUSE_HOME", str(folder / "home"))
     for name, value in engine.environment.items():
         if name.startswith("DOCKER_"):

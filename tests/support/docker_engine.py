@@ -75,7 +75,7 @@ class Engine:
         finally:
             os.kill(self.pid, signal.SIGCONT)
             docker_engine_port._silent.clear()
-            containers._silent.clear()
+            containers._timeouts.clear()
 
     @property
     def environment(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A house with servers in containers, and what befalls one of them."""
+"""A home with servers in containers, and a crash of one of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bakehouse.serve.control import look
-from bakehouse.serve.state import State, read
+from bakehouse.serve.state import ServerState, read
 from tests.support.boxed import House, opened
 from tests.support.docker_engine import Engine
 
@@ -32,8 +32,8 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.1)
 
 
-def crash(house: House) -> State:
-    """Kill keeper and follower before either can clean up; give the state as it was."""
+def crash(house: House) -> ServerState:
+    """Kill supervisor and follower before either can clean up; return the state before."""
     state = read(house.server())
     assert state
     assert state.keeper

@@ -1,4 +1,4 @@
-"""Orders for the fake llama-server and for the real one, and what is left of them."""
+"""Specs of servers, fake and real llama-server, and what is left of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from bakehouse.probe.types import Endpoint, Proof, SuiteProof
 from bakehouse.recipe.faults import Origin
 from bakehouse.recipe.model import Recipe
 from bakehouse.records.model import Answer, SuiteRecord, SuiteVerdict
-from bakehouse.serve.bring import Order, identity_digest
+from bakehouse.serve.bring import identity_digest
 from bakehouse.serve.guard import Bounds
-from bakehouse.serve.launch import Settings
+from bakehouse.serve.launch import ServerSpec
 from bakehouse.serve.processes import marked
-from bakehouse.serve.ready import Limits
 
 FAKE = Path(__file__).with_name("fakeserver.py")
 
@@ -71,7 +70,7 @@ def recipe(name: str = "fake", serve: dict[str, Any] | None = None, **more: Any)
 def make_plan(
     ctx: Context, command: tuple[str, ...], model: str, name: str = "fake", **serve: Any
 ) -> tuple[ServePlan, Asked, Recipe]:
-    """Plan a server with this very command."""
+    """Plan a server with this command."""
     template = {"command": "{{ vars.command | args }}", "vars": {"command": list(command)}}
     wanted = recipe(name, {**serve, **template})
     lock = Lock(recipe=name, engine=wanted.engine, wants="", weights={})
@@ -94,7 +93,7 @@ def order(
     key: str | None = None,
     foreground: bool = False,
     **serve: Any,
-) -> Order:
+) -> ServerSpec:
     if command is None:
         command = (sys.executable, "-S", str(FAKE), "-m", model)
         command += tuple(part for fault in faults for part in ("--fault", fault))
@@ -102,11 +101,10 @@ def order(
         serve["api_key"] = {"env": "KEY"}
     plan, asked, wanted = make_plan(ctx, command, model, name, **serve)
     folder = ctx.places.servers / name
-    settings = Settings(
-        folder, folder.parent, identity_digest(plan), "llama.cpp", wanted.serve.stop_timeout,
-        guard, key,
+    return ServerSpec(
+        plan, asked, folder, folder.parent, identity_digest(plan), "llama.cpp",
+        wanted.serve.stop_timeout, ready, stall, guard, key, foreground=foreground,
     )  # fmt: skip
-    return Order(plan, asked, settings, Limits(ready, stall), foreground=foreground)
 
 
 def proof(*checks: Check, verdict: Verdict = Verdict.PASSED) -> Proof:
@@ -124,7 +122,7 @@ def agree(_: Endpoint) -> Proof:
 
 
 def asking(ctx: Context, path: str) -> Callable[[Endpoint], Proof]:
-    """A probe that asks one path, whatever is answered, and is content."""
+    """A probe that asks one path and passes, whatever the answer."""
 
     def ask(endpoint: Endpoint) -> Proof:
         import contextlib
@@ -139,5 +137,5 @@ def asking(ctx: Context, path: str) -> Callable[[Endpoint], Proof]:
 
 
 def left_of(ctx: Context, name: str = "fake") -> tuple[Any, ...]:
-    """Processes of a server that still run."""
+    """Return the processes of a server that still run."""
     return marked(ctx.places.servers / name)

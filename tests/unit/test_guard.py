@@ -1,4 +1,4 @@
-"""The memory guard judges by level and slope; its figures come from the kernel's files."""
+"""The memory guard: it judges level and slope of the kernel's figures."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ def kinds(readings: Iterable[Reading], bounds: Bounds = BOUNDS) -> list[str]:
     return [alarm.kind for alarm in watch(readings, bounds)[0]]
 
 
-@pytest.mark.parametrize(
-    ("level", "expected"),
-    [
+def test_guard_judges_level_and_slope() -> None:
+    rows: list[tuple[Callable[[float], float], list[str]]] = [
         (lambda t: 13.0, []),
         (lambda t: 3.0, ["warn"]),  # little, and it stays
         (lambda t: 100 - 2 * t if t < 43 else 14.0, []),  # a model is loaded, and then all is well
@@ -54,22 +53,20 @@ def kinds(readings: Iterable[Reading], bounds: Bounds = BOUNDS) -> list[str]:
         (lambda t: 5 if t % 4 < 2 else 3, ["warn"]),  # no warning again and again
         (lambda t: 8 if t % 4 < 2 else 3, ["warn"] * 5),
         (lambda t: 0.9 if 5 < t < 5.3 else 8, ["warn"]),  # one single reading
-    ],
-)
-def test_level_and_slope(level: Callable[[float], float], expected: list[str]) -> None:
-    assert kinds(course(level)) == expected
+    ]
+    assert [kinds(course(level)) for level, _ in rows] == [expected for _, expected in rows]
 
 
-def test_a_steep_fall_is_stopped_before_the_bound_is_reached() -> None:
+def test_guard_stops_a_steep_fall_above_the_limit() -> None:
     alarms, _ = watch(course(lambda t: max(0.0, 10 - 2.5 * t), every=0.1))
     assert [alarm.kind for alarm in alarms] == ["warn", "stop"]
     stop = alarms[-1]
     assert GIB < stop.figures["available"] < 4 * GIB
     assert stop.figures["falling_per_second"] == pytest.approx(2.5 * GIB, rel=0.01)
-    assert "falling by 2.50 GiB a second" in stop.reason
+    assert "falling by 2.50 GiB per second" in stop.reason
 
 
-def test_samples_come_faster_near_the_bounds() -> None:
+def test_guard_samples_faster_near_the_limits() -> None:
     guard = Guard(BOUNDS)
     assert guard.interval == SLOW_S <= 0.25
     guard.look(Reading(0, 20 * GIB))
@@ -88,26 +85,22 @@ def changing(level: float, **each_second: float) -> list[Reading]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("each_second", "words"),
-    [
-        ({"stalled": 0.5}, "waited for it 50% of the time"),
-        ({"swapped": 100 * MIB}, "100.0 MiB a second were swapped"),
-        ({"kills": 1}, "begun to end processes"),
-    ],
-)
-def test_pressure_stops_only_where_memory_is_short(
-    each_second: dict[str, float], words: str
-) -> None:
-    alarms, _ = watch(changing(2.0, **each_second))
-    assert alarms[-1].kind == "stop"
-    assert words in alarms[-1].reason
-    assert kinds(changing(13.0, **each_second)) == []  # a neighbour's own limit, or a slow disk
-    mild = {name: value / 4 for name, value in each_second.items() if name != "kills"}
-    assert kinds(changing(2.0, **mild)) == ["warn"]
+def test_guard_stops_for_pressure_only_if_memory_is_short() -> None:
+    rows: list[tuple[dict[str, float], str]] = [
+        ({"stalled": 0.5}, "all tasks stalled on memory 50% of the time"),
+        ({"swapped": 100 * MIB}, "swapping 100.0 MiB per second"),
+        ({"kills": 1}, "started to kill processes"),
+    ]
+    for each_second, words in rows:
+        alarms, _ = watch(changing(2.0, **each_second))
+        assert alarms[-1].kind == "stop"
+        assert words in alarms[-1].reason
+        assert kinds(changing(13.0, **each_second)) == []  # a slow disk, or a neighbour's limit
+        mild = {name: value / 4 for name, value in each_second.items() if name != "kills"}
+        assert kinds(changing(2.0, **mild)) == ["warn"], each_second
 
 
-def test_swap_that_is_not_bounded_is_not_judged() -> None:
+def test_guard_ignores_swap_without_a_limit() -> None:
     assert kinds(changing(2.0, swapped=10.0 * GIB), replace(BOUNDS, swap=0)) == ["warn"]
 
 
@@ -125,7 +118,7 @@ def fake(folder: Path, **changes: str) -> Path:
     return folder
 
 
-def test_the_kernels_figures_are_read_anew_each_time(tmp_path: Path) -> None:
+def test_guard_sensor_reads_the_figures_each_time(tmp_path: Path) -> None:
     sensor = Sensor(fake(tmp_path / "proc"), tmp_path / "cgroup", ring=False)
     seen = sensor.read(1.0)
     assert seen is not None
@@ -137,7 +130,7 @@ def test_the_kernels_figures_are_read_anew_each_time(tmp_path: Path) -> None:
     assert again.available == 1024
 
 
-def test_what_the_kernel_does_not_offer_is_no_obstacle(tmp_path: Path) -> None:
+def test_guard_sensor_works_without_some_figures(tmp_path: Path) -> None:
     assert Sensor(tmp_path, tmp_path).read(0.0) is None
     write(tmp_path / "meminfo", b"MemAvailable: 4 kB\n")
     assert Sensor(tmp_path, tmp_path, ring=False).read(0.0) == Reading(0.0, 4096)
@@ -158,7 +151,7 @@ def test_what_the_kernel_does_not_offer_is_no_obstacle(tmp_path: Path) -> None:
             "memory/memory.usage_in_bytes": "1\n", "memory/memory.stat": ""}),
     ],
 )  # fmt: skip
-def test_a_control_group_bounds_what_can_be_had(
+def test_guard_sensor_counts_the_limit_of_a_cgroup(
     tmp_path: Path, membership: str, files: dict[str, str]
 ) -> None:
     for name, text in files.items():
@@ -169,7 +162,7 @@ def test_a_control_group_bounds_what_can_be_had(
     assert seen.available == 1_000_000 - 400_000 + 150_000
 
 
-def test_bounds_go_by_the_machine_and_the_recipe() -> None:
+def test_guard_limits_come_from_machine_and_recipe() -> None:
     spark = guard_bounds(MemoryGuard(), PROFILES["gb10"])
     assert spark is not None
     assert GIB <= spark.stop < 2 * GIB <= spark.warn < 4 * GIB

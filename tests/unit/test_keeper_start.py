@@ -1,4 +1,4 @@
-"""How a keeper is started, and that it outlives what it cannot read."""
+"""The supervisor: how it is started, and that it survives a log that cannot be scanned."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from typing import Any, cast
 import pytest
 
 from bakehouse.serve import launch
-from bakehouse.serve.keeper import Keeper
-from bakehouse.serve.launch import start_keeper
-from bakehouse.serve.state import Spec
+from bakehouse.serve.keeper import Supervisor
+from bakehouse.serve.launch import start_supervisor
+from bakehouse.serve.state import SupervisorInput
 
 
-def test_a_keeper_finds_whatever_we_can_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_supervisor_can_import_what_we_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages may come from PYTHONPATH, which no child inherits."""
     seen: dict[str, str] = {}
 
@@ -28,13 +26,13 @@ def test_a_keeper_finds_whatever_we_can_import(
 
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site")])
     monkeypatch.setattr(subprocess, "Popen", popen)
-    start_keeper(tmp_path, cast(Spec, SimpleNamespace(to_json=lambda: "{}"))).close()
+    start_supervisor(tmp_path, cast(SupervisorInput, SimpleNamespace(to_json=lambda: "{}"))).close()
     found = seen["PYTHONPATH"].split(":")
     assert str(tmp_path / "site") in found
     assert found[0] == str(Path(launch.__file__).resolve().parents[2])
 
 
-def test_a_log_that_cannot_be_judged_is_said_once_and_ends_nothing(
+def test_supervisor_reports_once_that_a_log_cannot_be_scanned(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     noted: list[dict[str, Any]] = []
@@ -42,7 +40,7 @@ def test_a_log_that_cannot_be_judged_is_said_once_and_ends_nothing(
     def findings() -> list[dict[str, Any]]:
         raise ModuleNotFoundError("No module named 'pydantic'")
 
-    keeper = cast(Any, object.__new__(Keeper))
+    keeper = cast(Any, object.__new__(Supervisor))
     keeper.state = SimpleNamespace(phase="proven", findings=())
     keeper.log = SimpleNamespace(findings=findings)
     keeper.blind = False

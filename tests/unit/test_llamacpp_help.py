@@ -138,7 +138,7 @@ def test_help_check_reports_a_wrong_flag_at_the_command(tmp_path: Path, context:
         name="r", argv=argv, late=(), env={}, host="127.0.0.1", port=0, expects=(), suites=()
     )
     ctx = replace(context, processes=Server(TEXT))  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match="does not take the command") as error:
+    with pytest.raises(RecipeError, match="does not support the command") as error:
         know_flags(ctx, build, plan, Origin("r.yaml", 9, 3))
     assert str(error.value.faults[0]).startswith("r.yaml:9:3: serve.command: --draft-max has been")
     assert len(error.value.faults) == 1

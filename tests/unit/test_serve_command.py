@@ -15,7 +15,7 @@ from bakehouse.lock import Lock
 from bakehouse.ports.process import environment
 from bakehouse.preflight.address import bind_address
 from bakehouse.recipe.faults import Origin
-from bakehouse.serve.causes import signature_check
+from bakehouse.serve.proof import signature_check
 from tests.support.serving import make_plan, recipe
 
 PLACE = Origin("recipes/x.yaml", 9, 5)

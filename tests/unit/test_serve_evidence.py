@@ -1,4 +1,4 @@
-"""What the engine's endpoints and log say; every field may be missing or of another type."""
+"""Evidence of llama-server: its endpoints and log; any field may be missing or of another type."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from bakehouse.checks import Verdict
 from bakehouse.engines.llamacpp import evidence
 from bakehouse.engines.llamacpp.server import Features
 from bakehouse.errors import BakehouseError
-from bakehouse.serve.causes import signature_check
 from bakehouse.serve.processes import Process
-from bakehouse.serve.proof import Evidence, Running, _stage
+from bakehouse.serve.proof import ServerHandle, VerificationResult, signature_check
 from bakehouse.signatures.model import exit_code
 from bakehouse.signatures.scanner import scan
 
@@ -47,7 +46,7 @@ def judged(asked: Features = ALL, **changed: Any) -> dict[str, Verdict]:
     return {c.id: c.verdict for c in evidence.judge(asked, **given_)}
 
 
-def test_a_server_that_has_all_passes_each_check() -> None:
+def test_evidence_of_a_complete_server_passes() -> None:
     seen = judged()
     assert set(seen) == {
         "model-name", "model-loaded", "model-path", "slots", "no-config-file", "build", "context",
@@ -56,43 +55,41 @@ def test_a_server_that_has_all_passes_each_check() -> None:
     assert set(seen.values()) == {Verdict.PASSED}
 
 
-@pytest.mark.parametrize(
-    ("changed", "id_", "verdict"),
-    [
-        ({"models": {"data": [{"id": "other"}]}}, "model-name", "failed"),
-        ({"models": {}}, "model-name", "unknown"),
-        ({"models": {"data": []}}, "model-loaded", "failed"),
-        ({"props": {**PROPS, "role": "router"}}, "model-loaded", "failed"),
-        ({"props": {**PROPS, "model_path": "/w/y.gguf"}}, "model-path", "failed"),
-        ({"props": {}}, "model-path", "unknown"),
-        ({"props": {**PROPS, "build_info": "b1-abd"}}, "build", "failed"),
-        ({"props": {**PROPS, "build_info": 7}}, "build", "unknown"),
-        ({"props": {**PROPS, "chat_template": ""}}, "chat-template", "unknown"),
-        ({"slots": SLOTS[:1]}, "slots", "failed"),
-        ({"slots": SLOTS[:1]}, "context", "failed"),
-        ({"slots": None}, "slots", "unknown"),
-        ({"slots": [{"n_ctx": 512}, {}]}, "context", "unknown"),
-        ({"slots": [{"speculative": True}, {"speculative": False}]}, "speculation", "failed"),
-        ({"slots": [{}, {}]}, "speculation", "unknown"),
-        ({"models": {**MODELS, "models": [{"capabilities": ["completion"]}]}}, "multimodal",
-         "failed"),
-        ({"models": {"data": MODELS["data"]}}, "multimodal", "unknown"),
-        ({"log": ["load_tensors: offloaded 12/31 layers to GPU"]}, "gpu-layers", "failed"),
-        ({"log": []}, "gpu-layers", "unknown"),
-        ({"log": ["llama_context: flash_attn = disabled"]}, "flash-attention", "failed"),
-        ({"log": ["llama_context: flash_attn = auto"]}, "flash-attention", "unknown"),
-        ({"log": []}, "no-config-file", "unknown"),
-        ({"log": ["using config file: /etc/llama.cpp/config.ini"]}, "no-config-file", "failed"),
-    ],
-)  # fmt: skip
-def test_what_is_missing_or_other_does_not_pass(
-    changed: dict[str, Any], id_: str, verdict: str
-) -> None:
-    assert judged(**changed)[id_] == verdict
+DIFFERENT: list[tuple[dict[str, Any], str, str]] = [
+    ({"models": {"data": [{"id": "other"}]}}, "model-name", "failed"),
+    ({"models": {}}, "model-name", "unknown"),
+    ({"models": {"data": []}}, "model-loaded", "failed"),
+    ({"props": {**PROPS, "role": "router"}}, "model-loaded", "failed"),
+    ({"props": {**PROPS, "model_path": "/w/y.gguf"}}, "model-path", "failed"),
+    ({"props": {}}, "model-path", "unknown"),
+    ({"props": {**PROPS, "build_info": "b1-abd"}}, "build", "failed"),
+    ({"props": {**PROPS, "build_info": 7}}, "build", "unknown"),
+    ({"props": {**PROPS, "chat_template": ""}}, "chat-template", "unknown"),
+    ({"slots": SLOTS[:1]}, "slots", "failed"),
+    ({"slots": SLOTS[:1]}, "context", "failed"),
+    ({"slots": None}, "slots", "unknown"),
+    ({"slots": [{"n_ctx": 512}, {}]}, "context", "unknown"),
+    ({"slots": [{"speculative": True}, {"speculative": False}]}, "speculation", "failed"),
+    ({"slots": [{}, {}]}, "speculation", "unknown"),
+    ({"models": {**MODELS, "models": [{"capabilities": ["completion"]}]}}, "multimodal",
+     "failed"),
+    ({"models": {"data": MODELS["data"]}}, "multimodal", "unknown"),
+    ({"log": ["load_tensors: offloaded 12/31 layers to GPU"]}, "gpu-layers", "failed"),
+    ({"log": []}, "gpu-layers", "unknown"),
+    ({"log": ["llama_context: flash_attn = disabled"]}, "flash-attention", "failed"),
+    ({"log": ["llama_context: flash_attn = auto"]}, "flash-attention", "unknown"),
+    ({"log": []}, "no-config-file", "unknown"),
+    ({"log": ["using config file: /etc/llama.cpp/config.ini"]}, "no-config-file", "failed"),
+]  # fmt: skip
+
+
+def test_evidence_that_is_missing_or_different_does_not_pass() -> None:
+    got = [judged(**changed)[id_] for changed, id_, _ in DIFFERENT]
+    assert got == [verdict for _, _, verdict in DIFFERENT]
 
 
 @given(models=json_values, props=json_values, slots=json_values)
-def test_no_answer_breaks_the_judge_and_nothing_passes_by_accident(
+def test_evidence_of_any_shape_breaks_nothing_and_passes_nothing(
     models: Any, props: Any, slots: Any
 ) -> None:
     seen = judged(models=models, props=props, slots=slots, log=[])
@@ -100,54 +97,46 @@ def test_no_answer_breaks_the_judge_and_nothing_passes_by_accident(
     assert passed <= {"slots"}
 
 
-def test_attention_that_is_to_be_off() -> None:
+def test_evidence_of_flash_attention_off() -> None:
     off = ALL.model_copy(update={"flash_attn": "off"})
     assert judged(off)["flash-attention"] == "failed"
     assert judged(off, log=["llama_context: flash_attn = disabled"])["flash-attention"] == "passed"
 
 
-def test_a_unified_cache_gives_each_slot_all() -> None:
+def test_evidence_of_a_unified_cache() -> None:
     whole = [{"n_ctx": 1024, "speculative": True}] * 2
     assert judged(slots=whole)["context"] == "passed"
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "ok"),
-    [
-        (200, {"status": "ok"}, True),
-        (200, {"status": "no slot available"}, False),
-        (200, None, False),
-        (200, [], False),
-        (503, {"status": "ok"}, False),
-    ],
-)
-def test_health_is_this_engines_own_yes(status: int, body: Any, ok: bool) -> None:
-    assert evidence.health_ok(status, body) is ok
+def test_health_needs_status_200_and_ok() -> None:
+    answers: list[tuple[int, Any]] = [
+        (200, {"status": "ok"}), (200, {"status": "no slot available"}), (200, None), (200, []),
+        (503, {"status": "ok"}),
+    ]  # fmt: skip
+    assert [evidence.health_ok(*one) for one in answers] == [True, False, False, False, False]
 
 
-def test_stages_are_read() -> None:
+def test_stage_of_a_log_line() -> None:
     assert evidence.stage("srv    load_model: loading model '/w'") == "opening the model"
     assert evidence.stage("cmn  common_init_: warming up the model") == "warming up"
     assert evidence.stage("anything else") is None
 
 
-@pytest.mark.parametrize(
-    ("line", "diagnosed", "served"),
-    [
-        ("ggml_cuda_init: failed to initialize CUDA: no CUDA-capable device is detected", 8, 7),
-        ("CUDA error: an illegal memory access was encountered", 7, 7),
-        ("llama_model_load: vocab type is missing, GENERATION QUALITY WILL BE DEGRADED!", 8, 8),
-    ],
-    ids=["lost", "fatal", "silent"],
-)
-def test_what_a_log_line_comes_to(line: str, diagnosed: int, served: int, tmp_path: Path) -> None:
-    """A log alone cannot say that a lost feature is not missed: `diagnose` counts it as wrong.
+def test_log_findings_give_the_exit_code(tmp_path: Path) -> None:
+    """A log alone cannot say whether a lost feature is missed: `diagnose` counts it as wrong.
 
-    `serve` knows that the recipe wants the feature: the server lacks it, which is not healthy.
+    `serve` knows that the recipe wants the feature: the server lacks it, so it is not healthy.
     """
-    (tmp_path / "server.log").write_text(f"{line}\n")
-    assert exit_code(scan([line], engine="llama.cpp")) == diagnosed
-    server = Running(tmp_path, Process(1, 1), "n", "127.0.0.1", 1, "llama.cpp")
-    with pytest.raises(BakehouseError) as error:
-        _stage(server, Evidence(), [signature_check([line], "llama.cpp")])
-    assert error.value.exit_code == served
+    lines = {
+        "ggml_cuda_init: failed to initialize CUDA: no CUDA-capable device is detected": (8, 7),
+        "CUDA error: an illegal memory access was encountered": (7, 7),
+        "llama_model_load: vocab type is missing, GENERATION QUALITY WILL BE DEGRADED!": (8, 8),
+    }
+    server = ServerHandle(tmp_path, Process(1, 1), "n", "127.0.0.1", 1, "llama.cpp")
+    got = {}
+    for line in lines:
+        (tmp_path / "server.log").write_text(f"{line}\n")
+        with pytest.raises(BakehouseError) as error:
+            VerificationResult().add(server, [signature_check([line], "llama.cpp")])
+        got[line] = (exit_code(scan([line], engine="llama.cpp")), error.value.exit_code)
+    assert got == lines

@@ -1,22 +1,36 @@
-"""Silence, sockets, ends in words, tails, state: the parts around a server, each by itself."""
+"""Parts around a server: sockets, activity, how it ended, log tail, processes, state."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from bakehouse.serve import oom
 from bakehouse.serve import state as states
-from bakehouse.serve.activity import Reading, Silence, read_activity, tells
-from bakehouse.serve.guard import Bounds
-from bakehouse.serve.listeners import holder, listeners, overlapping, owned, parse
-from bakehouse.serve.processes import Process, command_of, start_time
-from bakehouse.serve.ready import url_of
-from bakehouse.serve.state import Ended, Spec, State
+from bakehouse.serve.control import is_supervisor
+from bakehouse.serve.guard import KILLED, Bounds, cgroup_kills, describe_end
+from bakehouse.serve.processes import (
+    Process,
+    Reading,
+    command_of,
+    listeners,
+    overlapping,
+    owned,
+    parse_listeners,
+    read_activity,
+    sockets,
+    start_time,
+)
+from bakehouse.serve.proof import url_of
+from bakehouse.serve.ready import IdleTimer, is_server_output
+from bakehouse.serve.state import Ended, ServerState, SupervisorInput
 from bakehouse.serve.watch import Tail
 
 TABLE = """\
@@ -36,67 +50,59 @@ little_endian = pytest.mark.skipif(sys.byteorder != "little", reason="the table 
 
 
 @little_endian
-def test_listening_sockets_are_read_from_both_tables() -> None:
-    found = [(str(one), one.inode) for one in parse(TABLE)]
+def test_listeners_are_read_from_both_tables() -> None:
+    found = [(str(one), one.inode) for one in parse_listeners(TABLE)]
     assert found == [("127.0.0.1:8080", 111), ("0.0.0.0:80", 222)]
-    assert [str(one) for one in parse(TABLE6)] == ["[::1]:8080", "[::]:80", "[::ffff:7f00:1]:9000"]
+    six = [str(one) for one in parse_listeners(TABLE6)]
+    assert six == ["[::1]:8080", "[::]:80", "[::ffff:7f00:1]:9000"]
 
 
 @little_endian
-@pytest.mark.parametrize(
-    ("host", "port", "inodes"),
-    [
-        ("127.0.0.1", 8080, {111}),
-        ("0.0.0.0", 8080, {111}),
-        ("::1", 8080, {4}),
-        ("::", 8080, {111, 4}),
-        ("192.0.2.1", 8080, set()),
-        ("192.0.2.1", 80, {222, 5}),
-        ("::1", 80, {5}),
-        ("127.0.0.1", 9000, {6}),
-        ("127.0.0.1", 81, set()),
-    ],
-)
-def test_addresses_that_overlap(host: str, port: int, inodes: set[int]) -> None:
-    met = overlapping((*parse(TABLE), *parse(TABLE6)), host, port)
-    assert {one.inode for one in met} == inodes
+def test_listeners_that_overlap_an_address() -> None:
+    expected = {
+        ("127.0.0.1", 8080): {111},
+        ("0.0.0.0", 8080): {111},
+        ("::1", 8080): {4},
+        ("::", 8080): {111, 4},
+        ("192.0.2.1", 8080): set(),
+        ("192.0.2.1", 80): {222, 5},
+        ("::1", 80): {5},
+        ("127.0.0.1", 9000): {6},
+        ("127.0.0.1", 81): set(),
+    }
+    table = (*parse_listeners(TABLE), *parse_listeners(TABLE6))
+    assert {at: {one.inode for one in overlapping(table, *at)} for at in expected} == expected
 
 
-def test_our_own_socket_is_found_with_its_holder() -> None:
+def test_listeners_of_our_own_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         (mine,) = [one for one in owned([os.getpid()]) if one.port == port]
         assert str(mine.address) == "127.0.0.1"
         assert mine in listeners()
-        found = holder([mine.inode])
-    assert found is not None
-    assert found[0] == os.getpid()
+        assert sockets([os.getpid()])[mine.inode] == os.getpid()
 
 
-def silent_for(*looks: tuple[float, Reading, list[str], int]) -> float:
-    silence = Silence(since=0.0)
-    return [silence.look(*look) for look in looks][-1]
+def idle_after(*updates: tuple[float, Reading, list[str], int]) -> float:
+    timer = IdleTimer(since=0.0)
+    return [timer.update(*one) for one in updates][-1]
 
 
-def test_silence_grows_while_nothing_is_read_and_nothing_is_said() -> None:
+def test_idle_timer_grows_without_activity() -> None:
     still = Reading(calls=100, disk=5, mapped=7)
-    assert silent_for((1.0, still, [], 0), (61.0, still, [], 0)) == 60.0
+    assert idle_after((1.0, still, [], 0), (61.0, still, [], 0)) == 60.0
+    for grown in (Reading(calls=1), Reading(disk=1), Reading(mapped=1)):
+        assert idle_after((50.0, Reading(), [], 0), (60.0, grown, [], 0)) == 0.0
 
 
-@pytest.mark.parametrize("field", ["calls", "disk", "mapped"])
-def test_any_byte_that_is_read_ends_the_silence(field: str) -> None:
-    grown = Reading(**{field: 1})
-    assert silent_for((50.0, Reading(), [], 0), (60.0, grown, [], 0)) == 0.0
-
-
-def test_what_our_own_questions_cause_is_no_sign_of_life() -> None:
+def test_idle_timer_ignores_our_own_polls() -> None:
     echo = ["GET /health 503", "   "]
-    assert silent_for((60.0, Reading(calls=4096 * 5), echo, 5)) == 60.0
-    assert silent_for((60.0, Reading(calls=4096 * 5 + 1), [], 5)) == 0.0
-    assert tells("load_tensors: loading")
+    assert idle_after((60.0, Reading(calls=4096 * 5), echo, 5)) == 60.0
+    assert idle_after((60.0, Reading(calls=4096 * 5 + 1), [], 5)) == 0.0
+    assert is_server_output("load_tensors: loading")
 
 
-def test_activity_of_processes_is_summed_and_the_gone_add_nothing(tmp_path: Path) -> None:
+def test_activity_is_summed_over_processes(tmp_path: Path) -> None:
     for pid, number in ((7, 10), (8, 5)):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "io").write_text(f"rchar: {number}\nread_bytes: {number * 2}\n")
@@ -106,39 +112,39 @@ def test_activity_of_processes_is_summed_and_the_gone_add_nothing(tmp_path: Path
     assert seen.loaded == 15 * 1024
 
 
-@pytest.mark.parametrize(
-    ("code", "why", "killed", "words"),
-    [
+def test_end_is_described() -> None:
+    rows: list[tuple[int | None, str, bool | None, str]] = [
         (0, "exited", None, "exited by itself with 0"),
         (127, "exited", None, "not found"),
         (-4, "exited", None, "SIGILL: an instruction that this CPU does not have"),
-        (-9, "exited", True, "SIGKILL: the kernel ended it because memory had run out"),
-        (-9, "exited", None, "SIGKILL: somebody ended it, or the kernel"),
-        (-6, "exited", None, "SIGABRT: it gave up by itself"),
+        (-9, "exited", True, "SIGKILL: the kernel killed it because memory ran out"),
+        (-9, "exited", None, "SIGKILL: somebody killed it, or the kernel"),
+        (-6, "exited", None, "SIGABRT: it aborted"),
         (-7, "exited", None, "SIGBUS: a memory fault"),
         (-64, "exited", None, "died of S"),
-        (None, "exited", None, "nobody saw how"),
+        (None, "exited", None, "the cause is not known"),
         (-15, "stopped", None, "stopped as asked"),
         (-9, "memory", None, "the memory guard, before the machine stalls: 1 MiB left"),
-    ],
-)
-def test_an_end_in_words(code: int | None, why: str, killed: bool | None, words: str) -> None:
-    assert words in oom.explain(code, why, killed, "1 MiB left")
+    ]
+    got = [
+        (words, describe_end(code, why, killed, "1 MiB left")) for code, why, killed, words in rows
+    ]
+    assert [one for one in got if one[0] not in one[1]] == []
 
 
-def test_kills_by_the_kernel_are_counted_in_both_kinds_of_control_group(tmp_path: Path) -> None:
+def test_oom_kills_of_cgroup_v1_and_v2(tmp_path: Path) -> None:
     group = tmp_path / "cgroup"
     for text, file in (("0::/a\n", "a/memory.events"),
                        ("9:cpu:/\n4:memory:/b\n", "memory/b/memory.oom_control")):  # fmt: skip
         group.write_text(text)
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).write_text("low 0\noom_kill 3\n")
-        assert oom.cgroup_kills(group, tmp_path) == 3
-    assert oom.cgroup_kills(tmp_path / "none", tmp_path) == 0
-    assert oom.KILLED.findall(b"Out of memory: Killed process 12 (llama-server) x") == [b"12"]
+        assert cgroup_kills(group, tmp_path) == 3
+    assert cgroup_kills(tmp_path / "none", tmp_path) == 0
+    assert KILLED.findall(b"Out of memory: Killed process 12 (llama-server) x") == [b"12"]
 
 
-def test_a_tail_gives_whole_lines_and_survives_truncation(tmp_path: Path) -> None:
+def test_log_tail_gives_whole_lines_and_survives_truncation(tmp_path: Path) -> None:
     log = tmp_path / "log"
     tail = Tail(log)
     assert tail.lines() == []
@@ -151,7 +157,7 @@ def test_a_tail_gives_whole_lines_and_survives_truncation(tmp_path: Path) -> Non
     assert tail.lines() == ["new"]
 
 
-def test_a_process_is_more_than_its_number() -> None:
+def test_process_is_its_id_and_start_time() -> None:
     me = Process.of(os.getpid())
     assert me is not None
     assert me.alive
@@ -163,15 +169,15 @@ def test_a_process_is_more_than_its_number() -> None:
     assert start_time(2**22 + 1) is None
 
 
-def state() -> State:
-    return State(
+def state() -> ServerState:
+    return ServerState(
         name="n", nonce="0123456789abcdef", phase="ended", boot="b", argv=("a", "b"),
         host="::1", port=1, plan="p", started="s", stop_timeout=2.0, keeper=Process(5, 6),
         ended=Ended("t", "exited", 0, "says"), findings=({"id": "x"},),
     )  # fmt: skip
 
 
-def test_a_state_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     folder = tmp_path / "n"
     folder.mkdir()
     assert states.read(folder) is None
@@ -179,13 +185,12 @@ def test_a_state_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert states.read(folder) == state()
     assert states.path(folder).stat().st_mode & 0o777 == 0o600
     assert [f.name for f in folder.iterdir()] == ["state.json"]
-    spec = Spec(state(), {"A": "b"}, "/", Bounds(2, 1, 0.5, 3), "llama.cpp")
-    assert Spec.from_json(spec.to_json()) == spec
+    spec = SupervisorInput(state(), {"A": "b"}, "/", Bounds(2, 1, 0.5, 3), "llama.cpp")
+    assert SupervisorInput.from_json(spec.to_json()) == spec
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
+def test_state_that_was_edited_is_refused(tmp_path: Path) -> None:
+    edits = [
         ('"phase": "ended"', '"phase": "gone"'),
         ('"pid": 5', '"pid": 1'),
         ('"pid": 5', '"pid": "x"'),
@@ -197,20 +202,62 @@ def test_a_state_comes_back_as_it_was_written(tmp_path: Path) -> None:
         ('"schema": 1', '"schema": 2'),
         ('"port": 1,', ""),
         ('"plan": "p"', '"plan": "p", "more": 1'),
-    ],
-)
-def test_a_state_that_was_edited_is_not_believed(tmp_path: Path, old: str, new: str) -> None:
+    ]
     folder = tmp_path / "n"
     folder.mkdir()
     states.write(folder, state())
     text = states.path(folder).read_text()
-    assert old in text
-    states.path(folder).write_text(text.replace(old, new))
-    with pytest.raises(states.Unreadable):
-        states.read(folder)
+    accepted = []
+    for old, new in edits:
+        assert old in text
+        states.path(folder).write_text(text.replace(old, new))
+        with contextlib.suppress(states.Unreadable):
+            accepted.append((old, new, states.read(folder)))
+    assert accepted == []
 
 
-def test_where_a_server_is_asked() -> None:
+OLD_STATE = """{"schema": 1, "name": "n", "nonce": "0123456789abcdef", "phase": "proven",
+"boot": "b", "argv": ["a"], "host": "127.0.0.1", "port": 8000, "plan": "p",
+"started": "2026-01-01T00:00:00+00:00", "stop_timeout": 20.0,
+"keeper": {"pid": 5, "start": 6}, "server": {"pid": 7, "start": 8},
+"proven": "2026-01-01T00:01:00+00:00", "record": "/r", "foreground": false, "ended": null,
+"findings": [], "container": null, "docker": null, "image": null, "version": null, "alarms": []}"""
+
+
+def test_state_of_the_previous_version_is_read(tmp_path: Path) -> None:
+    """The form on disk must not change: a server outlives an upgrade."""
+    folder = tmp_path / "n"
+    folder.mkdir()
+    states.path(folder).write_text(OLD_STATE)
+    found = states.read(folder)
+    assert found is not None
+    assert (found.keeper, found.server) == (Process(5, 6), Process(7, 8))
+    states.write(folder, found)
+    assert json.loads(states.path(folder).read_text()) == json.loads(OLD_STATE)
+
+
+def test_supervisor_is_recognised_whatever_its_module_is_called(tmp_path: Path) -> None:
+    folder = tmp_path / "n"
+    tail = {
+        ("-m", "bakehouse.serve.keeper", str(folder), "7"): True,
+        ("-m", "bakehouse.server.supervisor", str(folder), "9"): True,
+        ("-m", "bakehouse.serve.container", str(folder), "c", "20", "n"): False,
+        ("-m", "bakehouse.serve.keeper", str(tmp_path / "m"), "7"): False,
+        ("-m", "pytest", str(folder), "7"): False,
+    }
+    got = {}
+    for arguments in tail:
+        with subprocess.Popen([sys.executable, "-c", "input()", *arguments], stdin=-1) as child:
+            process = Process.of(child.pid)
+            deadline = time.monotonic() + 5  # until its exec
+            while process and arguments != process.command[-len(arguments) :]:
+                assert time.monotonic() < deadline
+            got[arguments] = process is not None and is_supervisor(process, folder)
+            child.communicate(b"\n")
+    assert got == tail
+
+
+def test_url_of_a_server() -> None:
     assert url_of("0.0.0.0", 1) == "http://127.0.0.1:1"
     assert url_of("::", 1) == "http://[::1]:1"
     assert url_of("192.0.2.1", 1) == "http://192.0.2.1:1"
