@@ -19,7 +19,6 @@ from bakehouse.redact import clean
 from bakehouse.sources import hub
 from bakehouse.sources.choice import WEIGHTS, check_name, check_weights, choose
 from bakehouse.sources.files import guarded
-from bakehouse.sources.hublogin import must_be_online
 from bakehouse.sources.known import known_sha256s
 from bakehouse.sources.registry import fetch_file
 from bakehouse.sources.weights import (
@@ -69,7 +68,7 @@ def look_first(ctx: Context, folder: Path, weights: Weights) -> None:
         _local(folder, weights)
     elif weights.hub is not None:
         where = f"{hub.endpoint(ctx.environment)}/{weights.hub}"
-        must_be_online(ctx.environment, "what it lists, which a lock pins", where)
+        hub.must_be_online(ctx.environment, "the list of files that a lock pins", where)
 
 
 def _pin_local(ctx: Context, folder: Path, weights: Weights) -> WeightPin:

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import quote
 
 from tests.support.filehost import FileHost, Handler, Resource, serve_files
 
@@ -27,18 +27,10 @@ class HubRepo:
         self.gated = False
         self.blobs = True
         """Whether the listing at a revision knows sizes and hashes, as it does with `blobs`."""
-        self.page = 2
-        """Files on one page of the tree listing."""
         self.resources: dict[str, Resource] = {}
 
-    def commit(
-        self,
-        files: Mapping[str, bytes],
-        *,
-        revision: str = "main",
-        lfs: tuple[str, ...] = (".gguf",),
-    ) -> str:
-        """Publish files; those that end as `lfs` says carry a sha256. Give the commit."""
+    def commit(self, files: Mapping[str, bytes], *, revision: str = "main") -> str:
+        """Publish files; GGUF files are in LFS and carry a sha256. Give the commit."""
         digest = json.dumps(
             {path: hashlib.sha256(data).hexdigest() for path, data in files.items()}
         )
@@ -57,32 +49,24 @@ class HubRepo:
         if not self.blobs:
             siblings = [{"rfilename": row["rfilename"]} for row in siblings]
         listing = json.dumps({"id": self.name, "sha": commit, "siblings": siblings}).encode()
-        self.api.pages[f"/api/models/{self.name}/tree/{commit}"] = self._guard(
-            self._tree(files, f"/api/models/{self.name}/tree/{commit}")
+        self.api.pages[f"/api/models/{self.name}/paths-info/{commit}"] = self._guard(
+            self._paths_info(files)
         )
         for named in (revision, commit):
             page = f"/api/models/{self.name}/revision/{quote(named, safe='')}"
             self.api.pages[page] = self._guard(lambda handler: handler.answer(200, listing))
         return commit
 
-    def _tree(self, files: Mapping[str, bytes], path: str) -> Page:
-        """The other listing: folders too, in pages that a Link header leads through."""
-        rows: list[dict[str, object]] = [{"type": "directory", "path": "x", "oid": "0", "size": 0}]
+    def _paths_info(self, files: Mapping[str, bytes]) -> Page:
+        """Sizes and hashes of named files."""
+        rows: list[dict[str, object]] = [{"type": "directory", "path": "x", "oid": "0"}]
         for name, data in files.items():
             row: dict[str, object] = {"type": "file", "path": name, "size": len(data), "oid": "0"}
             if name.endswith(".gguf"):
                 sha256 = hashlib.sha256(data).hexdigest()
                 row["lfs"] = {"oid": sha256, "size": len(data), "pointerSize": 134}
             rows.append(row)
-
-        def page(handler: Handler) -> None:
-            at = int((parse_qs(urlsplit(handler.path).query).get("cursor") or ["0"])[0])
-            following = at + self.page
-            link = {"Link": f'<{self.api.at(path)}?recursive=true&cursor={following}>; rel="next"'}
-            body = json.dumps(rows[at:following]).encode()
-            handler.answer(200, body, link if following < len(rows) else {})
-
-        return page
+        return lambda handler: handler.answer(200, json.dumps(rows).encode())
 
     def _redirect(self, to: str) -> Page:
         return lambda handler: handler.answer(302, b"", {"Location": to, "X-Linked-Etag": "x"})
