@@ -1,4 +1,4 @@
-"""Files by content: fetched once, verified by sha256, guarded by a lock file."""
+"""Files by content: download once, verify by sha256, guard by a lock file."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bakehouse.progress import Silent
 from bakehouse.redact import clean
 
 CHUNK = 2**19
-"""Bytes that are read at once: what stays in a core's own cache."""
+"""Bytes read at once: they stay in a core's own cache."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 REPORT = 2**24
 """Bytes between two reports of progress."""
 SHOWN = 2**28
-"""Bytes; hashing so large a file takes long enough to say that it is done."""
+"""Bytes; hashing a larger file shows progress."""
 
 
 def sha256_file(path: Path, on_bytes: Callable[[int, int | None], None] | None = None) -> str:
@@ -41,32 +41,32 @@ def sha256_file(path: Path, on_bytes: Callable[[int, int | None], None] | None =
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a whole file, in a folder that is made where it has to be, or leave the old one."""
+    """Write a whole file or leave the old one; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write(path, data)
 
 
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Say what is in the way of files that belong below `folder`, whatever the system calls it."""
+    """Turn OSError into HostError for files below `folder`."""
     try:
         yield
     except OSError as error:
         raise HostError(
-            f"files cannot be kept: {error.strerror or error}",
+            f"cannot write files: {error.strerror or error}",
             where=str(error.filename2 or error.filename or folder),
-            hint="see what is in the way there, free some space, or set BAKEHOUSE_HOME",
+            hint="check what is in the way there, free some space, or set BAKEHOUSE_HOME",
             id="disk-full" if error.errno in FULL else "disk",
         ) from error
 
 
 @contextmanager
 def guarded(ctx: Context, lock_file: Path, what: str) -> Iterator[None]:
-    """Hold a lock file; where somebody else holds it, say so and wait.
+    """Hold a lock file; if another run holds it, say so and wait.
 
-    The kernel lets go of it when its holder ends, however it ends.
+    The kernel releases it when its holder ends, however it ends. Raises HostError.
     """
-    import filelock  # half of these rooms only read
+    import filelock  # many callers only read
 
     try:
         lock_file.parent.mkdir(parents=True, exist_ok=True)
@@ -74,13 +74,13 @@ def guarded(ctx: Context, lock_file: Path, what: str) -> Iterator[None]:
         try:
             lock.acquire(timeout=0.2)
         except filelock.Timeout:
-            ctx.progress.say(f"waiting for another run that is working on {what}")
+            ctx.progress.say(f"another run is working on {what}; waiting")
             lock.acquire()
     except OSError as error:
         raise HostError(
             f"cannot lock {what}: {error.strerror or error}",
             where=str(lock_file),
-            hint="see that the folder may be written to, or set BAKEHOUSE_HOME",
+            hint="check that the folder is writable, or set BAKEHOUSE_HOME",
             id="disk",
         ) from error
     try:
@@ -99,10 +99,10 @@ def fetch_pinned(
     title: str = "",
     headers: Mapping[str, str] | None = None,
 ) -> None:
-    """Have `target` with exactly this content; fetched where it is not there, and verified.
+    """Download `target` if it is missing, and verify its content.
 
-    A download in several pieces that does not verify is fetched once more from its start: they may
-    have come from a host without validators. Raises LockError (other content), HostError.
+    A download in several pieces that does not verify is repeated once from its start: the host may
+    have no validators. Raises LockError (other content), HostError.
     """
     with guarded(ctx, target.with_name(target.name + ".lock"), title or target.name):
         if target.is_file():
@@ -118,11 +118,11 @@ def fetch_pinned(
             nature = describe_wrong(incoming)
             incoming.unlink()
             raise LockError(
-                f"what was fetched is not what is pinned: sha256 {sha256} expected, {found} found"
+                f"the download differs from its pin: expected sha256 {sha256}, found {found}"
                 + (f"; it is {nature}" if nature else ""),
                 where=clean(ctx.redactor.text(url)),
-                hint="the host serves other content under this name; do not use it before you "
-                "know why, then move the pin with 'invoke lock --update'",
+                hint="the host serves other content under this name; find out why before "
+                "you use it, then move the pin with 'invoke lock --update'",
                 id="hash-mismatch",
             )
         os.replace(incoming, target)
@@ -137,7 +137,7 @@ def _fetch(
     title: str,
     headers: Mapping[str, str] | None,
 ) -> tuple[str, bool]:
-    """Give the sha256 of what came, and whether it came in more than one piece."""
+    """Download; give the sha256, and whether it came in more than one piece."""
     pieced = True
     if not incoming.is_file():
         with ctx.progress.bar(f"fetch {title or incoming.name}", "B") as bar:
@@ -160,7 +160,7 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
 
 
 def describe_wrong(path: Path) -> str | None:
-    """Name what a file is that stands where another was expected, by its first bytes."""
+    """Name by its first bytes what an unexpected file is; None if unknown."""
     with path.open("rb") as file:
         head = file.read(512).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if not head:

@@ -226,9 +226,7 @@ def list_files(ctx: Context, repository: str, revision: str, *, patient: bool = 
     timeout = 30 if patient else 10
 
     def model_info(api: HfApi) -> tuple[str, tuple[HubFile, ...]]:
-        info = api.model_info(
-            repository, revision=revision, timeout=timeout, files_metadata=True
-        )
+        info = api.model_info(repository, revision=revision, timeout=timeout, files_metadata=True)
         if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
             raise ValueError(info.sha)
         return info.sha, tuple(map(_file, info.siblings or ()))

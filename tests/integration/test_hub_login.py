@@ -119,9 +119,7 @@ def test_login_token_stays_with_the_endpoint_when_a_listing_redirects(
     assert "authorization" not in hub.content.requests[0].headers
 
 
-def test_login_variables_override_the_file_and_a_switch_both(
-    ctx: Context, tmp_path: Path
-) -> None:
+def test_login_variables_override_the_file_and_a_switch_both(ctx: Context, tmp_path: Path) -> None:
     own = with_variables(ctx, HF_TOKEN_PATH=login(tmp_path / "t", "of-the-file"))
     of_file = {"Authorization": "Bearer of-the-file"}
     (tmp_path / "empty").write_text(" \n")

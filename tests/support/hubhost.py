@@ -29,8 +29,14 @@ class HubRepo:
         """Whether the listing at a revision knows sizes and hashes, as it does with `blobs`."""
         self.resources: dict[str, Resource] = {}
 
-    def commit(self, files: Mapping[str, bytes], *, revision: str = "main") -> str:
-        """Publish files; GGUF files are in LFS and carry a sha256. Give the commit."""
+    def commit(
+        self,
+        files: Mapping[str, bytes],
+        *,
+        revision: str = "main",
+        lfs: tuple[str, ...] = (".gguf",),
+    ) -> str:
+        """Publish files; those that end as `lfs` says carry a sha256. Give the commit."""
         digest = json.dumps(
             {path: hashlib.sha256(data).hexdigest() for path, data in files.items()}
         )
@@ -39,7 +45,7 @@ class HubRepo:
         for path, data in files.items():
             sha256 = hashlib.sha256(data).hexdigest()
             row: dict[str, object] = {"rfilename": path, "size": len(data), "blobId": "0" * 40}
-            if path.endswith(".gguf"):
+            if path.endswith(lfs):
                 row["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 134}
             siblings.append(row)
             self.resources[path] = self.content.put(f"/blob/{sha256}", data)
@@ -50,19 +56,19 @@ class HubRepo:
             siblings = [{"rfilename": row["rfilename"]} for row in siblings]
         listing = json.dumps({"id": self.name, "sha": commit, "siblings": siblings}).encode()
         self.api.pages[f"/api/models/{self.name}/paths-info/{commit}"] = self._guard(
-            self._paths_info(files)
+            self._paths_info(files, lfs)
         )
         for named in (revision, commit):
             page = f"/api/models/{self.name}/revision/{quote(named, safe='')}"
             self.api.pages[page] = self._guard(lambda handler: handler.answer(200, listing))
         return commit
 
-    def _paths_info(self, files: Mapping[str, bytes]) -> Page:
+    def _paths_info(self, files: Mapping[str, bytes], lfs: tuple[str, ...]) -> Page:
         """Sizes and hashes of named files."""
         rows: list[dict[str, object]] = [{"type": "directory", "path": "x", "oid": "0"}]
         for name, data in files.items():
             row: dict[str, object] = {"type": "file", "path": name, "size": len(data), "oid": "0"}
-            if name.endswith(".gguf"):
+            if name.endswith(lfs):
                 sha256 = hashlib.sha256(data).hexdigest()
                 row["lfs"] = {"oid": sha256, "size": len(data), "pointerSize": 134}
             rows.append(row)
