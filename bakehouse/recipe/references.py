@@ -1,8 +1,8 @@
-"""References to container images: the grammar, and in words what is wrong with one that breaks it.
+"""References to container images: parse one, and explain what is wrong with one.
 
 Repository, tag and digest as in the OCI distribution specification (1.1, "Pulling manifests");
-the registry before them as Docker reads it: the first part is one where it holds a dot or a colon,
-or is `localhost`. An image that only this engine has is named by its id, `sha256:…`.
+the registry as Docker reads it: the first part, if it has a dot or a colon or is `localhost`. An
+image that only this engine has is named by its id, `sha256:…`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from bakehouse.recipe.faults import printable
 
@@ -22,90 +23,115 @@ _PART = "[a-z0-9]+(?:(?:[.]|__?|-+)[a-z0-9]+)*"
 _TAG = "[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
 _DIGEST = "sha256:[0-9a-f]{64}"
 PATTERN = rf"(?:{_REGISTRY}/)?{_PART}(?:/{_PART})*(?::{_TAG})?(?:@{_DIGEST})?|{_DIGEST}"
-"""What editors check; `faults` also sees ports that are too large and names that are too long."""
+"""For editors; `faults` also finds ports that are too large and names that are too long."""
 
-LONGEST_NAME = 255
-LONGEST_TAG = 128
-LAST_PORT = 65535
+MAX_NAME = 255
+MAX_TAG = 128
+MAX_PORT = 65535
 FORMS = "write NAME:TAG, REGISTRY/NAME:TAG or NAME@sha256:DIGEST, or sha256:ID for a local image"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{2,}")
 
 
 class BadReference(ValueError):
-    """A reference that breaks the grammar; `hint` gives the right form."""
+    """An invalid reference; `hint` gives the right form."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
         self.hint = hint
 
 
+@dataclass(frozen=True)
+class Reference:
+    """A parsed reference, such as `docker.io/library/debian:13`."""
+
+    registry: str
+    repository: str
+    tag: str | None
+    digest: str | None
+
+    @property
+    def name(self) -> str:
+        """Registry and repository."""
+        return f"{self.registry}/{self.repository}"
+
+    @property
+    def wanted(self) -> str:
+        """What to ask the registry for: the digest if there is one."""
+        return self.digest or self.tag or "latest"
+
+
+def parse(text: str) -> Reference:
+    """Parse a reference; a name without a registry is Docker's, as with Docker itself."""
+    registry, path, tag, digest = _split(text)
+    if registry in (None, "docker.io", "index.docker.io"):
+        registry = "docker.io"
+        path = path if "/" in path else f"library/{path}"
+    return Reference(str(registry), path, tag, digest or None)
+
+
+def _split(text: str) -> tuple[str | None, str, str | None, str | None]:
+    """Split into registry, repository, tag and digest; None for those that are not given."""
+    name, at, digest = text.partition("@")
+    first, slash, rest = name.partition("/")
+    named = slash and ("." in first or ":" in first or first == "localhost")
+    path, colon, tag = (rest if named else name).partition(":")
+    return first if named else None, path, tag if colon else None, digest if at else None
+
+
 def reference(text: str) -> str:
-    """Give a reference back. Raises BadReference with everything that is wrong with it."""
+    """Validate a reference. Raises BadReference with everything that is wrong with it."""
     if found := list(faults(text)):
         raise BadReference(f"'{printable(text, 80)}' {', and '.join(found)}", _hint(text))
     return text
 
 
 def faults(text: str) -> Iterator[str]:
-    """Say what is wrong with a reference, one thing at a time; nothing where it is right."""
+    """List what is wrong with a reference, one error at a time."""
     strange = [c for c in dict.fromkeys(text) if c.isspace() or not ("!" <= c <= "~")]
     if strange:
-        yield f"holds {_characters(strange)}, which no reference has"
+        yield f"contains {_characters(strange)}, which no reference may"
     text = "".join(c for c in text if c not in strange)
     if scheme := _SCHEME.match(text):
-        yield f"begins with '{scheme[0]}': a reference is no URL"
+        yield f"begins with '{scheme[0]}': a reference is not a URL"
         text = text[scheme.end() :]
     if _is_id(text):
-        yield from _digest(text, "a local image's id")
+        yield from _digest(text, "the id of a local image")
         return
-    name, at, digest = text.partition("@")
-    registry, path = _registry(name)
-    path, colon, tag = path.partition(":")
+    registry, path, tag, digest = _split(text)
     if registry is not None:
         yield from _host(registry)
     yield from _repository(path, registry)
-    if colon:
+    if tag is not None:
         yield from _tag(tag)
-    if at:
-        yield from _digest(digest, "what stands behind '@'")
+    if digest is not None:
+        yield from _digest(digest, "a digest")
 
 
 def _is_id(text: str) -> bool:
     return text.lower().startswith("sha256:") and "/" not in text and "@" not in text
 
 
-def _registry(name: str) -> tuple[str | None, str]:
-    """Take the registry off a name, where it has one."""
-    first, slash, rest = name.partition("/")
-    named = slash and ("." in first or ":" in first or first == "localhost")
-    return (first, rest) if named else (None, name)
-
-
 def _host(registry: str) -> Iterator[str]:
-    host, _, port = registry.rpartition(":") if _has_port(registry) else (registry, "", None)
+    host, port = registry, None
+    if ":" in registry.rpartition("]")[2]:
+        host, _, port = registry.rpartition(":")
     if host.startswith("["):
         try:
             ipaddress.IPv6Address(host[1:-1] if host.endswith("]") else host)
         except ValueError:
-            yield f"names the registry '{host}', which is no IPv6 address in brackets"
+            yield f"has the registry '{host}', which is not an IPv6 address in brackets"
+    elif not host:
+        yield "has no registry before the port"
     elif not re.fullmatch(rf"{_LABEL}(?:\.{_LABEL})*", host):
-        yield (
-            f"names the registry '{host}', which is no host name"
-            if host
-            else "names no registry before its port"
-        )
-    if port is not None and not (re.fullmatch(_PORT, port) and int(port) <= LAST_PORT):
-        seen = f"the port '{port}'" if port else "no port behind the colon"
-        yield f"gives the registry {seen}: a port is a number from 1 to {LAST_PORT}"
-
-
-def _has_port(registry: str) -> bool:
-    return ":" in registry.rpartition("]")[2]
+        yield f"has the registry '{host}', which is not a host name"
+    if port is not None and not (re.fullmatch(_PORT, port) and int(port) <= MAX_PORT):
+        seen = f"the port '{port}'" if port else "no port after the colon"
+        yield f"has {seen}: a port is a number from 1 to {MAX_PORT}"
 
 
 def _repository(path: str, registry: str | None) -> Iterator[str]:
     if not path:
-        yield "names no repository"
+        yield "has no repository"
         return
     if path != path.lower():
         yield f"has upper-case letters in the repository '{path}'" + (
@@ -113,45 +139,43 @@ def _repository(path: str, registry: str | None) -> Iterator[str]:
         )
     parts = path.lower().split("/")
     if not all(parts):
-        yield f"has an empty part in the repository '{path}': a '/' too many"
+        yield f"has an empty part in the repository '{path}': one '/' too many"
     strange = [c for c in dict.fromkeys("".join(parts)) if not re.fullmatch("[a-z0-9._-]", c)]
     if strange:
         yield f"has {_characters(strange)} in the repository '{path}'"
     elif any(part and not re.fullmatch(_PART, part) for part in parts):
         yield (
-            f"has a '.', '_' or '-' in the wrong place in the repository '{path}': each stands "
-            "between letters or digits, a '.' alone, at most two '_'"
+            f"has a misplaced '.', '_' or '-' in the repository '{path}': they belong between "
+            "letters or digits, one '.', at most two '_'"
         )
-    if len(path) + len(registry or "") > LONGEST_NAME:
-        yield f"has a name of more than {LONGEST_NAME} characters"
+    if len(path) + len(registry or "") > MAX_NAME:
+        yield f"has a name of more than {MAX_NAME} characters"
     if registry is None and re.fullmatch("[0-9a-f]{64}", path):
-        yield "is an image's id and no name"
+        yield "is an image id, not a name"
 
 
 def _tag(tag: str) -> Iterator[str]:
     if not tag:
-        yield "has nothing behind the colon, where the tag stands"
+        yield "has no tag after the colon"
         return
     strange = [c for c in dict.fromkeys(tag) if not re.fullmatch("[A-Za-z0-9._-]", c)]
     if strange:
         yield f"has {_characters(strange)} in the tag '{printable(tag, 40)}'"
     elif tag[0] in ".-":
         yield f"has a tag that begins with '{tag[0]}'"
-    if len(tag) > LONGEST_TAG:
-        yield f"has a tag of {len(tag)} characters; {LONGEST_TAG} are allowed"
+    if len(tag) > MAX_TAG:
+        yield f"has a tag of {len(tag)} characters; the maximum is {MAX_TAG}"
 
 
 def _digest(digest: str, what: str) -> Iterator[str]:
     kind, _, value = digest.partition(":")
     if kind.lower() != "sha256":
-        yield f"has '{printable(digest, 40)}' for a digest: {what} is sha256: and 64 hex digits"
-        return
-    if not re.fullmatch("[0-9a-fA-F]*", value):
-        yield f"has a digest that is not of hex digits: {what} is sha256: and 64 of them"
-    elif len(value) != 64:
-        yield f"has a digest of {len(value)} hex digits: {what} has 64"
+        yield f"has '{printable(digest, 40)}' as a digest: {what} is sha256: and 64 hex digits"
+    elif not re.fullmatch("[0-9a-fA-F]{64}", value):
+        found = f"{len(value)} characters"
+        yield f"has a digest of {found} after sha256: {what} has 64 hex digits there"
     elif digest != digest.lower():
-        yield f"has upper-case letters in {what}: hex digits are lower-case there"
+        yield f"has upper-case letters in its digest: {what} has lower-case hex digits"
 
 
 def _characters(found: list[str]) -> str:
@@ -160,20 +184,16 @@ def _characters(found: list[str]) -> str:
 
 
 def _hint(text: str) -> str:
-    """Give the form that was probably meant, where it is one; the forms that there are if not."""
-    meant = text.strip()
-    if scheme := _SCHEME.match(meant):
-        meant = meant[scheme.end() :]
+    """Suggest the reference that was probably meant; the valid forms if that is unclear."""
+    meant = _SCHEME.sub("", text.strip(), count=1)
     if re.fullmatch("[0-9a-f]{64}", meant):
         meant = f"sha256:{meant}"
     if _is_id(meant):
         made = meant.lower()
     else:
-        name, at, digest = meant.partition("@")
-        registry, path = _registry(name)
-        path, colon, tag = path.partition(":")
+        registry, path, tag, digest = _split(meant)
         path = re.sub("/+", "/", path).strip("/").lower()
         made = f"{registry}/{path}" if registry is not None else path
-        made += f":{tag or 'TAG'}" if colon else ""
-        made += f"@{digest.lower()}" if at else ""
+        made += f":{tag or 'TAG'}" if tag is not None else ""
+        made += f"@{digest.lower()}" if digest is not None else ""
     return FORMS if any(faults(made)) else f"write {made}"

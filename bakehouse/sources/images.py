@@ -12,14 +12,13 @@ from bakehouse.errors import BakehouseError, HostError, LockError, NotFound
 from bakehouse.lock import Drift, ImagePin, Lock
 from bakehouse.ports.docker import ARCHITECTURES, ImageFacts, machine_arch
 from bakehouse.ports.docker_facts import words
+from bakehouse.recipe.references import Reference, parse
 from bakehouse.sources.oci import (
     Blob,
     Manifest,
-    Reference,
     Registry,
     decoded,
     missing,
-    parse,
 )
 
 UNPACKED = 3

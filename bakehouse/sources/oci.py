@@ -18,8 +18,8 @@ from urllib.parse import quote, urlencode, urlsplit
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError
 from bakehouse.ports.docker import Credentials
-from bakehouse.ports.docker_engine import registry_of
 from bakehouse.ports.http import Reply, Unreachable
+from bakehouse.recipe.references import Reference
 from bakehouse.redact import clean
 
 if TYPE_CHECKING:
@@ -45,38 +45,6 @@ ALL_S = 300.0
 """All questions about one image, in seconds: a registry that drips answers each a little late."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A reference, taken apart: `docker.io/library/debian:13`."""
-
-    registry: str
-    repository: str
-    tag: str | None
-    digest: str | None
-
-    @property
-    def name(self) -> str:
-        """Registry and repository."""
-        return f"{self.registry}/{self.repository}"
-
-    @property
-    def wanted(self) -> str:
-        """What the registry is asked for: the digest where there is one."""
-        return self.digest or self.tag or "latest"
-
-
-def parse(text: str) -> Reference:
-    """Take a reference apart, as Docker does where no registry is named."""
-    rest, _, digest = text.partition("@")
-    registry = registry_of(rest)
-    path = rest.removeprefix(f"{registry}/")
-    path, colon, tag = path.partition(":")
-    if registry in ("docker.io", "index.docker.io"):
-        registry = "docker.io"
-        path = path if "/" in path else f"library/{path}"
-    return Reference(registry, path, tag if colon else None, digest or None)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from bakehouse.ports.docker_errors import explain, unreachable
 from bakehouse.ports.docker_facts import container_facts, create_body, engine_facts, gpu_request
 from bakehouse.ports.docker_where import DEFAULT, find_endpoint
 from bakehouse.recipe.model import Build, Container, Recipe
-from bakehouse.sources.oci import parse
+from bakehouse.recipe.references import parse
 from tests.support.recipes import recipe_data
 from tests.support.small_engine import FAKE_HOST, small_lock
 
