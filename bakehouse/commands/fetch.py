@@ -1,4 +1,4 @@
-"""The task `fetch`: have the pinned source, images and weights on this machine, verified."""
+"""The task `fetch`: download and verify the pinned source, images and weights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Options:
     set: tuple[str, ...] = ()
     locked: bool = False
     rehash: bool = False
-    """Whether every file is read again, whatever is remembered of it."""
+    """Whether every file is hashed again, even if its hash is cached."""
 
 
 def run(ctx: Context, options: Options) -> Outcome:
-    """Fetch what is missing; nothing is fetched where all is here."""
+    """Download what is missing and verify all of it."""
     loaded = load_sound(find(options.recipe, ctx.recipes), options.set)
     pinned.require(ctx, loaded)
     lock = ensure_lock(ctx, loaded, locked=options.locked)
@@ -66,7 +66,7 @@ def run(ctx: Context, options: Options) -> Outcome:
 
 
 def _images(ctx: Context, lock: Lock) -> dict[str, str]:
-    """Pull what this machine runs, by digest."""
+    """Pull this machine's images, by digest."""
     if not lock.images:
         return {}
     arch = read_host().arch

@@ -1,29 +1,26 @@
-"""Container registries: what a reference means there, asked without pulling anything.
+"""Registry client: resolve references without pulling anything.
 
-The registry's API is the OCI distribution specification, 1.1; tokens are fetched as the
-`WWW-Authenticate` header of a 401 says. Everything named by a digest is hashed before it counts.
+The API is the OCI distribution specification, 1.1; tokens come from the realm in the
+`WWW-Authenticate` header of a 401. Everything named by a digest is hashed before it is used.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import ipaddress
 import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlencode, urlsplit
+from typing import Any
+from urllib.parse import quote, urlencode
 
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError
 from bakehouse.ports.docker import Credentials
-from bakehouse.ports.http import Reply, Unreachable
+from bakehouse.ports.http import Reply, Unreachable, is_loopback
 from bakehouse.recipe.references import Reference
 from bakehouse.redact import clean
-
-if TYPE_CHECKING:
-    from tenacity import RetryCallState
+from bakehouse.sources.retry import Transient, retry
 
 INDEX_TYPES = (
     "application/vnd.oci.image.index.v1+json",
@@ -36,20 +33,22 @@ MANIFEST_TYPES = (
 ACCEPT = ", ".join((*INDEX_TYPES, *MANIFEST_TYPES))
 ATTEMPTS = 4
 MAX_MANIFEST = 8 * 2**20
-LONGEST_WAIT_S = 30.0
+MAX_WAIT_S = 30.0
+"""A registry that asks for a longer pause is not waited for."""
+_BUSY = frozenset({408, 429, 500, 502, 503, 504})
 ONCE_S = 30.0
-"""One try of a question, to the last byte, in seconds."""
+"""Seconds for one attempt of a request, to the last byte."""
 QUESTION_S = 60.0
-"""One question with its token and all its tries, in seconds; pauses between them not counted."""
+"""Seconds for one request with its token and all its attempts, without the pauses."""
 ALL_S = 300.0
-"""All questions about one image, in seconds: a registry that drips answers each a little late."""
+"""Seconds for all requests about one image: a slow registry answers each a little late."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True)
 class Blob:
-    """Something in a registry by content. Size in bytes."""
+    """A blob by its digest. Size in bytes."""
 
     digest: str
     size: int
@@ -57,7 +56,7 @@ class Blob:
 
 @dataclass(frozen=True)
 class Manifest:
-    """An image or an index as the registry has it."""
+    """The manifest of an image, or an index."""
 
     digest: str
     kind: str
@@ -66,28 +65,37 @@ class Manifest:
     @property
     def is_index(self) -> bool:
         """Whether it lists platforms."""
-        return self.kind in INDEX_TYPES or "manifests" in self.data
+        return self.data.get("manifests") is not None
 
     def layers(self) -> tuple[Blob, ...]:
         """The layers of an image."""
         return tuple(Blob(str(d["digest"]), int(d["size"])) for d in self.data["layers"])
 
 
+class _Busy(Exception):
+    """The registry asks for patience."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply.status)
+        self.reply = reply
+
+
 class Registry:
-    """One repository of one registry. Make one for each task: it remembers its token."""
+    """One repository of one registry. Make one for each task: it keeps its token."""
 
     def __init__(self, ctx: Context, reference: Reference) -> None:
         self._ctx = ctx
         self._at = reference
         self._authorization: str | None = None
         self._asked_s = 0.0
-        """What all answers together took so far, in seconds."""
+        """Seconds that all answers took so far."""
         self._until = 0.0
         host = {"docker.io": "registry-1.docker.io"}.get(reference.registry, reference.registry)
-        self._base = f"{_scheme(host)}://{host}/v2/{quote(reference.repository)}"
+        scheme = "http" if is_loopback(f"http://{host}") else "https"
+        self._base = f"{scheme}://{host}/v2/{quote(reference.repository)}"
 
     def manifest(self, wanted: str) -> Manifest:
-        """Read a manifest by tag or digest. Raises LockError (there is none), HostError."""
+        """Read a manifest by tag or digest. Raises LockError (not found), HostError."""
         reply = self._ask("GET", f"manifests/{wanted}")
         where = f"{self._at.name}, {clean(wanted)}"
         if reply.status == 404:
@@ -96,38 +104,38 @@ class Registry:
         announced = _header(reply, "docker-content-digest") or digest
         if digest != (wanted if wanted.startswith("sha256:") else announced):
             raise LockError(
-                f"the registry gives another manifest than it says: {digest}",
-                where=where, hint="see what stands between here and the registry",
+                f"the manifest does not match its digest: {digest}",
+                where=where, hint="check for a proxy between here and the registry",
                 id="digest-mismatch",
             )  # fmt: skip
         data = decoded(reply.body)
         if not isinstance(data, dict) or not _is_whole(data):
             raise HostError(
-                "the registry's answer is no image of today's kind", where=where, id="registry",
-                hint="images of schema 1 are too old for any engine of today",
+                "unsupported manifest (schema 1)", where=where, id="registry",
+                hint="only image manifests of schema 2 can be run",
             )  # fmt: skip
         kind = str(data.get("mediaType") or _header(reply, "content-type"))
         return Manifest(digest, kind.partition(";")[0].strip(), data)
 
     def blob(self, blob: Blob) -> bytes:
-        """Read a small blob, such as an image's configuration."""
+        """Read a small blob, such as an image's configuration. Raises LockError, HostError."""
         reply = self._ask("GET", f"blobs/{blob.digest}")
         if reply.status == 404:
             raise missing(self._at.name, blob.digest, "")
         if f"sha256:{hashlib.sha256(reply.body).hexdigest()}" != blob.digest:
             raise LockError(
-                "the registry's content is not what its digest says",
+                "the blob does not match its digest",
                 where=f"{self._at.name}, {blob.digest}", id="digest-mismatch",
-                hint="see what stands between here and the registry",
+                hint="check for a proxy between here and the registry",
             )  # fmt: skip
         return reply.body
 
     def has(self, blob: Blob) -> bool:
-        """Whether the registry still holds a blob."""
+        """Whether the registry still has a blob."""
         return self._ask("HEAD", f"blobs/{blob.digest}").status != 404
 
     def _ask(self, method: str, path: str) -> Reply:
-        """Ask, with a token once the registry wants one. 200 and 404 are given back."""
+        """Ask, with a token if the registry needs one; give the reply if it is 200 or 404."""
         self._until = min(self._asked_s + QUESTION_S, ALL_S)
         reply = self._send(method, f"{self._base}/{path}", self._authorization)
         if reply.status == 401 and self._authorization is None:
@@ -149,10 +157,10 @@ class Registry:
             raise unauthorised(self._at.name, known=known is not None)
         fields = dict(_CHALLENGE.findall(rest))
         realm = fields.pop("realm", "")
-        if kind.lower() != "bearer" or not (realm.startswith("https://") or _here(realm)):
+        if kind.lower() != "bearer" or not (realm.startswith("https://") or is_loopback(realm)):
             raise HostError(
-                "the registry asks for a login of a kind that is not known", where=self._at.name,
-                id="registry", hint="see that no portal stands before the registry",
+                "the registry uses an unsupported kind of login", where=self._at.name,
+                id="registry", hint="check that no login page stands before the registry",
             )  # fmt: skip
         query = {name: fields[name] for name in ("service", "scope") if name in fields}
         query.setdefault("scope", f"repository:{self._at.repository}:pull")
@@ -171,49 +179,44 @@ class Registry:
         return f"Bearer {token}"
 
     def _send(self, method: str, url: str, authorization: str | None) -> Reply:
-        """Ask, again where the registry is busy or out of reach for the moment."""
-        import tenacity  # `plan` passes through this room
-
+        """Ask, again if the registry is busy or cannot be reached. Raises HostError."""
         headers = {"Accept": ACCEPT}
         if authorization:
             headers["Authorization"] = authorization
 
-        def give_up(state: RetryCallState) -> Any:
-            return state.outcome.result() if state.outcome else None
+        def once() -> Reply:
+            reply = self._once(method, url, headers)
+            if reply.status in _BUSY:
+                raise _Busy(reply)
+            return reply
 
-        backoff = tenacity.wait_exponential(multiplier=0.5, max=20) + tenacity.wait_random(0, 0.5)
+        def transient(error: Exception) -> Transient | None:
+            if self._asked_s >= self._until:
+                return None
+            if isinstance(error, _Busy):
+                sent = _header(error.reply, "retry-after") or ""
+                after = float(sent) if sent.isdigit() else 0.0
+                return Transient(f"it answered {error.reply.status}", after)
+            return Transient(error.why) if isinstance(error, Unreachable) else None
 
-        def wait(state: RetryCallState) -> float:
-            reply = (
-                None if state.outcome is None or state.outcome.failed else state.outcome.result()
-            )
-            told = _header(reply, "retry-after") if reply else None
-            return float(told) if told and told.isdigit() else backoff(state)
-
-        def busy(reply: Reply) -> bool:
-            told = _header(reply, "retry-after") or "0"
-            soon = not told.isdigit() or int(told) <= LONGEST_WAIT_S
-            return reply.status in (408, 429, 500, 502, 503, 504) and soon
-
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_result(busy) | tenacity.retry_if_exception_type(Unreachable),
-            stop=lambda state: state.attempt_number >= ATTEMPTS or self._asked_s >= self._until,
-            wait=wait, sleep=self._ctx.clock.sleep, retry_error_callback=give_up,
-        )  # fmt: skip
         try:
-            reply: Reply = retrying(self._once, method, url, headers)
+            return retry(
+                self._ctx, once, transient, attempts=ATTEMPTS, max_wait=MAX_WAIT_S,
+                name="the registry", where=self._at.name,
+            )  # fmt: skip
+        except _Busy as error:
+            return error.reply
         except Unreachable as error:
             raise HostError(
                 f"the registry cannot be reached: {error.why}", where=self._at.name,
                 hint="check the network, then run it again", id="registry-unreachable",
             ) from error  # fmt: skip
-        return reply
 
     def _once(self, method: str, url: str, headers: dict[str, str]) -> Reply:
-        """Ask once, in what is left of the time. Raises Unreachable."""
+        """Ask once, in the time that is left. Raises Unreachable."""
         left = min(ONCE_S, self._until - self._asked_s)
         if left <= 0:
-            raise Unreachable("it answers too slowly: the time for all questions is up")
+            raise Unreachable("it answers too slowly: the time for all requests is up")
         began = self._ctx.clock.monotonic()
         try:
             return self._ctx.http.ask(
@@ -224,7 +227,7 @@ class Registry:
 
 
 def decoded(body: bytes) -> Any:
-    """Read JSON that somebody else wrote; None for what is none, or is nested without end."""
+    """Parse JSON; None if it is not JSON, or nested too deeply."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
@@ -232,7 +235,7 @@ def decoded(body: bytes) -> Any:
 
 
 def _is_whole(data: dict[str, Any]) -> bool:
-    """Whether an index or a manifest holds all that is read of it, each as what it has to be."""
+    """Whether an index or a manifest has all fields that are read, of the right types."""
     if data.get("schemaVersion") != 2:
         return False
     if (listed := data.get("manifests")) is not None:
@@ -255,19 +258,6 @@ def _is_blob(entry: object) -> bool:
     return isinstance(size, int) and not isinstance(size, bool) and size >= 0
 
 
-def _here(url: str) -> bool:
-    """Whether a URL's host is this machine: plain HTTP is spoken with no other, as engines do."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _scheme(host: str) -> str:
-    return "http" if _here(f"http://{host}") else "https"
-
-
 def _basic(known: Credentials) -> str:
     pair = f"{known.username}:{known.password}".encode()
     return f"Basic {base64.b64encode(pair).decode()}"
@@ -278,7 +268,7 @@ def _header(reply: Reply, name: str) -> str | None:
 
 
 def _code(reply: Reply) -> str:
-    """The registry's own word for what is wrong."""
+    """Give the registry's own error code."""
     try:
         return str(reply.json()["errors"][0]["code"])
     except (ValueError, KeyError, IndexError, TypeError):
@@ -286,30 +276,30 @@ def _code(reply: Reply) -> str:
 
 
 def missing(where: str, wanted: str, code: str) -> LockError:
-    """Make the error for what a registry does not have."""
+    """Make the error for a missing repository, tag or digest."""
     if code == "NAME_UNKNOWN":
         return LockError(
             "the registry has no such repository, or it is private", where=where,
-            hint="see that the name is right; for a private one: docker login",
+            hint="check the name; for a private one: docker login",
             id="image-unknown",
         )  # fmt: skip
     kind = "digest" if wanted.startswith("sha256:") else "tag"
     return LockError(
         f"the registry has no such {kind}: manifest unknown", where=where,
-        hint="tags and digests vanish when registries are cleaned up: name another one in the "
+        hint="tags and digests vanish when registries are cleaned up: use another one in the "
         "recipe, or keep images that you need in a registry of your own",
         id="manifest-unknown",
     )  # fmt: skip
 
 
 def unauthorised(where: str, *, known: bool) -> HostError:
-    """Make the error for a login that is missing or does not do."""
+    """Make the error for a login that is missing or rejected."""
     return HostError(
-        "the registry does not let this account read the image, or does not have it"
+        "the registry denies this account access to the image, or does not have it"
         if known
-        else "the registry wants a login to read the image, or does not have it",
+        else "the registry requires a login for this image, or does not have it",
         where=where,
-        hint="see that the name is right; then: docker login " + where.partition("/")[0],
+        hint="check the name; then: docker login " + where.partition("/")[0],
         id="registry-unauthorised",
     )
 
@@ -321,12 +311,12 @@ def _refused(reply: Reply, where: str) -> BakehouseError:
         told = _header(reply, "retry-after")
         wait = f"wait {clean(told)} seconds" if told else "wait a while"
         return HostError(
-            "the registry has had too many requests from here (429)", where=where,
+            "too many requests to the registry (429)", where=where,
             hint=f"{wait}, or log in with 'docker login': accounts have higher limits",
             id="registry-limit",
         )  # fmt: skip
     code = clean(_code(reply))
     return HostError(
-        f"the registry answers {reply.status}{f' ({code})' if code else ''}", where=where,
+        f"the registry answered {reply.status}{f' ({code})' if code else ''}", where=where,
         hint="wait a while and run it again", id="registry",
     )  # fmt: skip

@@ -123,9 +123,7 @@ def test_reference_errors_are_all_listed() -> None:
          "build: {where: docker, bases: {builder: {x86_64: 'a b'}, runtime: {x86_64: 'a:'}}}\n"),
     ],
 )  # fmt: skip
-def test_reference_errors_do_not_make_a_map_empty(
-    key: str, text: str, tmp_path: Path
-) -> None:
+def test_reference_errors_do_not_make_a_map_empty(key: str, text: str, tmp_path: Path) -> None:
     engine = "vllm" if key == "image" else "llama.cpp"
     source = "" if key == "image" else (
         "source: {git: 'https://h/x', commit: 8a8d0bcc4d5fdf024c457526245bec4bc3a12adc}\n"
