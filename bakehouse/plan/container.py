@@ -6,6 +6,7 @@ beside them on the host is no input of the server.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +15,7 @@ from bakehouse.lock import Lock
 from bakehouse.ports.docker import OURS, ContainerSpec, Mount, Published
 from bakehouse.preflight.volumes import WEIGHTS, volumes
 from bakehouse.recipe.model import Recipe
-from bakehouse.recipe.weights import WeightPaths
+from bakehouse.recipe.variables import Paths, StandIn
 
 ANY = "0.0.0.0"  # noqa: S104 - of the container alone; what the host publishes is another address
 SERVER = f"{OURS}.server"
@@ -28,12 +29,17 @@ def container_name(server: str) -> str:
     return f"bakehouse-{server.replace('@', '.')}"
 
 
-def inside(role: str, lock: Lock) -> WeightPaths:
+def inside(role: str, lock: Lock) -> StandIn:
     """Give one role's weights as the server in its container sees them."""
-    return WeightPaths.of([str(WEIGHTS / role / pin.path) for pin in lock.weights[role].files])
+    base = WEIGHTS / role
+    files = tuple(str(base / pin.path) for pin in lock.weights[role].files)
+    loadable = [f for f in files if f.endswith((".gguf", ".safetensors"))]
+    first = min(loadable or files)
+    folder = os.path.commonpath([os.path.dirname(f) for f in files])
+    return StandIn(first, first if len(files) == 1 else folder, files)
 
 
-def weight_mounts(lock: Lock, weights: Mapping[str, WeightPaths]) -> tuple[Mount, ...]:
+def weight_mounts(lock: Lock, weights: Mapping[str, Paths]) -> tuple[Mount, ...]:
     """Mount each pinned file, read-only, where `inside` says that it is."""
     return tuple(
         Mount(source=source, target=target)

@@ -248,7 +248,8 @@ def list_files(ctx: Context, repository: str, revision: str, *, patient: bool = 
             )  # fmt: skip
             if rows.status != 200:
                 raise HttpStatus("", status=rows.status, where=where, headers=rows.headers)
-            return tuple(_file(RepoFile(**row)) for row in rows.json() if row["type"] == "file")
+            found = [row for row in rows.json() if row["type"] == "file"]
+            return tuple(_file(RepoFile(**row)) for row in found)  # type: ignore[no-untyped-call]
 
         files = _retry(ctx, url, where, partial(_library, ctx, paths_info), attempts)
     return HubListing(repository, commit, files)

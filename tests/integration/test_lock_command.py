@@ -237,7 +237,7 @@ def test_a_local_archive_is_copied_and_verified(ctx: Context, tmp_path: Path) ->
     write(ctx, source=archive(path="q.tar.gz"))
     with pytest.raises(LockError, match="archive-changed"):
         fetch.run(ctx, fetch.Options(recipe="test"))
-    with pytest.raises(LockError, match="not the one that is pinned"):
+    with pytest.raises(LockError, match="differs from its pin"):
         lock.run(ctx, lock.Options(recipe="test", update=True))
 
 

@@ -12,6 +12,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,7 @@ def test_hub_files_that_are_not_one_model_are_refused(
         "*.gguf": "weights-ambiguous: the files are 2 models, expected one: m-Q4.gguf, m-Q8.gguf",
         "Q9/*.gguf": "weights-missing: no file matches 'Q9/*.gguf'",
     }
-    asked = {g: refusal(lambda g=g: pinned(ctx, tmp_path, hub="org/model", files=g)) for g in rows}
+    asked = {g: refusal(partial(pinned, ctx, tmp_path, hub="org/model", files=g)) for g in rows}
     assert asked == rows
     with pytest.raises(LockError) as caught:
         pinned(ctx, tmp_path, hub="org/model", files="Q9/*.gguf")

@@ -25,7 +25,7 @@ from bakehouse.sources.weights import ensure, folder_of
 from tests.support.checkpoints import safetensors_bytes, write
 from tests.support.clocks import ImpatientClock
 from tests.support.filehost import Handler, cut, status
-from tests.support.hubhost import TOKEN, Hub, HubRepo, serve_hub
+from tests.support.hubhost import TOKEN, Hub, HubRepo, page, serve_hub
 from tests.support.weights import MODEL, pinned, splits
 
 pytestmark = pytest.mark.integration
@@ -301,9 +301,8 @@ def test_hub_without_blobs_in_its_listing(ctx: Context, hub: Hub, tmp_path: Path
     (file,) = lock.weights["model"].files
     assert (file.size, file.sha256) == (len(MODEL), hashlib.sha256(MODEL).hexdigest())
     assert Path(ensure(ctx, loaded, lock)["model"].first).read_bytes() == MODEL
-    page = f"/api/models/org/model/paths-info/{commit}"
     for body in (b"<html>", b"[1]", b'[{"type": "file"}]'):
-        hub.api.pages[page] = lambda handler, body=body: handler.answer(200, body)
+        hub.api.pages[f"/api/models/org/model/paths-info/{commit}"] = page(200, body)
         with pytest.raises(HostError, match="not a listing"):
             pinned(ctx, tmp_path, hub="org/model", files="**/*.gguf")
 
@@ -363,9 +362,7 @@ def test_hub_refusals_of_a_file_are_explained(ctx: Context, hub: Hub, tmp_path: 
     for code, said, token in rows:
         own = replace(ctx, environment={**ctx.environment, "HF_TOKEN": token})
         sent = {"X-Error-Code": said} if said else {}
-        hub.api.pages[f"/org/model/resolve/{commit}/m.gguf"] = (
-            lambda handler, code=code, sent=sent: handler.answer(code, b"", sent)
-        )
+        hub.api.pages[f"/org/model/resolve/{commit}/m.gguf"] = page(code, b"", sent)
         with pytest.raises(BakehouseError) as caught:
             ensure(own, loaded, lock)
         assert TOKEN not in f"{caught.value} {caught.value.where} {caught.value.hint}"

@@ -18,6 +18,11 @@ Page = Callable[[Handler], None]
 TOKEN = "hf_" + "sesame" * 4
 
 
+def page(status: int, body: bytes = b"", headers: Mapping[str, str] | None = None) -> Page:
+    """A page with one answer."""
+    return lambda handler: handler.answer(status, body, headers)
+
+
 class HubRepo:
     """One model repository with one commit for each state that it was in."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_registry_manifest_with_odd_values_is_an_error(context: Context) -> None
                 data["config"][key.partition(".")[2]] = value
             else:
                 data[key] = value
-            said = refusal(lambda data=data: pin(context, encoded(data), config))
+            said = refusal(partial(pin, context, encoded(data), config))
             if said == "accepted":
                 got.add((key, repr(value)))
             else:
@@ -75,7 +76,7 @@ def test_registry_manifest_with_odd_values_is_an_error(context: Context) -> None
 
 def test_registry_reply_that_is_not_a_manifest_is_an_error(context: Context) -> None:
     bodies = (b"", b"{", b"null", b"[1]", b"[" * 100_000, b"<html>", b"\xff\xfe")
-    said = {refusal(lambda body=body: pin(context, body, b"{}")) for body in bodies}
+    said = {refusal(partial(pin, context, body, b"{}")) for body in bodies}
     assert said == {"registry: unsupported manifest (schema 1)"}
 
 
@@ -84,7 +85,7 @@ def test_registry_reply_that_is_not_a_configuration_is_an_error(context: Context
         b"", b"null", b"[]", b"[" * 100_000, encoded({**CONFIG, "config": 5}),
         encoded({**CONFIG, "config": {"Labels": [1]}}), encoded({**CONFIG, "config": [1]}),
     )  # fmt: skip
-    said = {refusal(lambda c=c: pin(context, encoded(manifest_of(c)), c)) for c in configs}
+    said = {refusal(partial(pin, context, encoded(manifest_of(c)), c)) for c in configs}
     assert said == {"registry: invalid image configuration"}
 
 
