@@ -14,10 +14,10 @@ from bakehouse.ports.docker import ARCHITECTURES, ImageFacts, machine_arch
 from bakehouse.ports.docker_facts import words
 from bakehouse.recipe.references import Reference, parse
 from bakehouse.sources.oci import (
-    Blob,
+    ImageRun,
     Manifest,
+    Platform,
     Registry,
-    decoded,
     missing,
 )
 
@@ -40,9 +40,8 @@ def pin_image(ctx: Context, reference: str, arch: str) -> ImagePin:
         ctx.progress.say(f"{reference} exists only locally; pinned by image ID")
         return _pin_local(reference, arch, held)
     registry = Registry(ctx, at)
-    found = registry.manifest(at.wanted)
-    index = None
-    if found.is_index:
+    found, index = registry.manifest(at.wanted), None
+    if found.manifests is not None:
         index, found = found.digest, _platform(registry, found, at, arch)
     return _pin_manifest(registry, at, reference, arch, index, found)
 
@@ -95,12 +94,11 @@ def _platform(registry: Registry, index: Manifest, at: Reference, arch: str) -> 
     """Read the manifest for linux on `arch` in an index. Raises HostError, LockError."""
     wanted = ("linux", ARCHITECTURES[arch])
     there: dict[tuple[str, str], str] = {}
-    for entry in index.data["manifests"]:
-        platform = entry.get("platform") or {}
-        key = (str(platform.get("os")), str(platform.get("architecture")))
-        if key == wanted and platform.get("variant") not in (None, "", "v8"):
-            continue
-        there.setdefault(key, str(entry.get("digest")))
+    for entry in index.manifests or ():
+        platform = entry.platform or Platform()
+        key = (str(platform.os), str(platform.architecture))
+        if key != wanted or platform.variant in (None, "", "v8"):
+            there.setdefault(key, entry.digest)
     if wanted not in there:
         names = ", ".join("/".join(key) for key in sorted(there) if "unknown" not in key)
         raise no_platform(f"{at.name}, {at.wanted}", arch, names)
@@ -136,42 +134,31 @@ def _pin_manifest(
     index: str | None,
     found: Manifest,
 ) -> ImagePin:
-    blob = found.data["config"]
-    config = _config(registry, Blob(str(blob["digest"]), int(blob["size"])), at)
-    layers = found.layers()
-    system = (str(config.get("os")), machine_arch(str(config.get("architecture"))))
+    if found.config is None or found.layers is None:  # an index in an index
+        raise no_platform(f"{at.name}, {at.wanted}", arch, "")
+    config = registry.config(found.config)
+    system = (str(config.os), machine_arch(str(config.architecture)))
     if system != ("linux", arch):
         raise no_platform(f"{at.name}, {at.wanted}", arch, "/".join(system))
-    for layer in layers:
+    for layer in found.layers:
         if not registry.has(layer):
             raise missing(f"{at.name}, {at.wanted}: a layer", layer.digest, "")
-    run = config.get("config") or {}
+    run = config.config or ImageRun()
     return ImagePin(
         reference=reference,
         name=at.name,
         index=index,
         digest=found.digest,
-        id=str(blob["digest"]),
-        size=sum(layer.size for layer in layers),
-        layers=len(layers),
-        created=str(config.get("created") or ""),
-        entrypoint=words(run.get("Entrypoint")),
-        cmd=words(run.get("Cmd")),
-        user=str(run.get("User") or ""),
-        workdir=str(run.get("WorkingDir") or ""),
-        labels={str(k): str(v) for k, v in (run.get("Labels") or {}).items()},
+        id=found.config.digest,
+        size=sum(layer.size for layer in found.layers),
+        layers=len(found.layers),
+        created=config.created or "",
+        entrypoint=words(run.entrypoint),
+        cmd=words(run.cmd),
+        user=run.user or "",
+        workdir=run.workdir or "",
+        labels=run.labels or {},
     )
-
-
-def _config(registry: Registry, blob: Blob, at: Reference) -> dict[str, Any]:
-    data: dict[str, Any] | None = decoded(registry.blob(blob))
-    run = (data.get("config") or {}) if isinstance(data, dict) else None
-    if not isinstance(run, dict) or not isinstance(run.get("Labels") or {}, dict):
-        raise HostError(
-            "invalid image configuration", where=at.name, id="registry",
-            hint="check for a proxy before the registry, or report it to the publisher",
-        )  # fmt: skip
-    return data or {}
 
 
 def check_platform(found: ImageFacts, arch: str, where: str) -> None:

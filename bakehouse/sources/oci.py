@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote, urlencode
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError
@@ -22,15 +22,11 @@ from bakehouse.recipe.references import Reference
 from bakehouse.redact import clean
 from bakehouse.sources.retry import Transient, retry
 
-INDEX_TYPES = (
-    "application/vnd.oci.image.index.v1+json",
-    "application/vnd.docker.distribution.manifest.list.v2+json",
+ACCEPT = (
+    "application/vnd.oci.image.index.v1+json, application/vnd.oci.image.manifest.v1+json, "
+    "application/vnd.docker.distribution.manifest.list.v2+json, "
+    "application/vnd.docker.distribution.manifest.v2+json"
 )
-MANIFEST_TYPES = (
-    "application/vnd.oci.image.manifest.v1+json",
-    "application/vnd.docker.distribution.manifest.v2+json",
-)
-ACCEPT = ", ".join((*INDEX_TYPES, *MANIFEST_TYPES))
 ATTEMPTS = 4
 MAX_MANIFEST = 8 * 2**20
 MAX_WAIT_S = 30.0
@@ -42,34 +38,66 @@ QUESTION_S = 60.0
 """Seconds for one request with its token and all its attempts, without the pauses."""
 ALL_S = 300.0
 """Seconds for all requests about one image: a slow registry answers each a little late."""
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 
 
-@dataclass(frozen=True)
-class Blob:
+class _Document(BaseModel):
+    """A document of a registry: keys that nobody reads may be there, and may be anything."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+class Blob(_Document):
     """A blob by its digest. Size in bytes."""
 
-    digest: str
-    size: int
+    digest: Digest
+    size: int = Field(ge=0)
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """The manifest of an image, or an index."""
+class Platform(_Document):
+    """The platform of an image in an index."""
 
-    digest: str
-    kind: str
-    data: dict[str, Any]
+    os: str | None = None
+    architecture: str | None = None
+    variant: str | None = None
 
-    @property
-    def is_index(self) -> bool:
-        """Whether it lists platforms."""
-        return self.data.get("manifests") is not None
 
-    def layers(self) -> tuple[Blob, ...]:
-        """The layers of an image."""
-        return tuple(Blob(str(d["digest"]), int(d["size"])) for d in self.data["layers"])
+class IndexEntry(_Document):
+    """An image in an index."""
+
+    digest: Digest
+    platform: Platform | None = None
+
+
+class Manifest(_Document):
+    """A manifest of schema 2: an index of images by platform, or an image."""
+
+    schema_version: Literal[2] = Field(alias="schemaVersion")
+    manifests: list[IndexEntry] | None = None
+    config: Blob | None = None
+    layers: list[Blob] | None = None
+    digest: str = ""
+    """Of the document itself."""
+
+
+class ImageRun(_Document):
+    """How an image runs. `entrypoint` and `cmd` are lists or words; anything else is ignored."""
+
+    entrypoint: Any = Field(default=None, alias="Entrypoint")
+    cmd: Any = Field(default=None, alias="Cmd")
+    user: str | None = Field(default=None, alias="User")
+    workdir: str | None = Field(default=None, alias="WorkingDir")
+    labels: dict[str, str] | None = Field(default=None, alias="Labels")
+
+
+class ImageConfig(_Document):
+    """An image's configuration."""
+
+    os: str | None = None
+    architecture: str | None = None
+    created: str | None = None
+    config: ImageRun | None = None
 
 
 class _Busy(Exception):
@@ -100,35 +128,34 @@ class Registry:
         where = f"{self._at.name}, {clean(wanted)}"
         if reply.status == 404:
             raise missing(where, wanted, _code(reply))
-        digest = f"sha256:{hashlib.sha256(reply.body).hexdigest()}"
+        digest = _digest(reply.body)
         announced = _header(reply, "docker-content-digest") or digest
         if digest != (wanted if wanted.startswith("sha256:") else announced):
-            raise LockError(
-                f"the manifest does not match its digest: {digest}",
-                where=where, hint="check for a proxy between here and the registry",
-                id="digest-mismatch",
-            )  # fmt: skip
-        data = decoded(reply.body)
-        if not isinstance(data, dict) or not _is_whole(data):
+            raise _mismatch("manifest", where)
+        found = _parse(Manifest, reply.body)
+        if found is None or not (
+            found.manifests is not None or (found.config and found.layers is not None)
+        ):
             raise HostError(
                 "unsupported manifest (schema 1)", where=where, id="registry",
                 hint="only image manifests of schema 2 can be run",
             )  # fmt: skip
-        kind = str(data.get("mediaType") or _header(reply, "content-type"))
-        return Manifest(digest, kind.partition(";")[0].strip(), data)
+        return found.model_copy(update={"digest": digest})
 
-    def blob(self, blob: Blob) -> bytes:
-        """Read a small blob, such as an image's configuration. Raises LockError, HostError."""
+    def config(self, blob: Blob) -> ImageConfig:
+        """Read an image's configuration. Raises LockError, HostError."""
         reply = self._ask("GET", f"blobs/{blob.digest}")
+        where = f"{self._at.name}, {blob.digest}"
         if reply.status == 404:
             raise missing(self._at.name, blob.digest, "")
-        if f"sha256:{hashlib.sha256(reply.body).hexdigest()}" != blob.digest:
-            raise LockError(
-                "the blob does not match its digest",
-                where=f"{self._at.name}, {blob.digest}", id="digest-mismatch",
-                hint="check for a proxy between here and the registry",
-            )  # fmt: skip
-        return reply.body
+        if _digest(reply.body) != blob.digest:
+            raise _mismatch("blob", where)
+        if found := _parse(ImageConfig, reply.body):
+            return found
+        raise HostError(
+            "invalid image configuration", where=where, id="registry",
+            hint="check for a proxy before the registry, or report it to the publisher",
+        )  # fmt: skip
 
     def has(self, blob: Blob) -> bool:
         """Whether the registry still has a blob."""
@@ -226,36 +253,26 @@ class Registry:
             self._asked_s += self._ctx.clock.monotonic() - began
 
 
-def decoded(body: bytes) -> Any:
-    """Parse JSON; None if it is not JSON, or nested too deeply."""
+D = TypeVar("D", bound=_Document)
+
+
+def _parse(kind: type[D], body: bytes) -> D | None:
+    """Parse and check a document; None if it is not one."""
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
+        return kind.model_validate_json(body)
+    except ValueError:
         return None
 
 
-def _is_whole(data: dict[str, Any]) -> bool:
-    """Whether an index or a manifest has all fields that are read, of the right types."""
-    if data.get("schemaVersion") != 2:
-        return False
-    if (listed := data.get("manifests")) is not None:
-        return isinstance(listed, list) and all(
-            isinstance(e, dict) and isinstance(e.get("platform", {}), dict) and _is_digest(e)
-            for e in listed
-        )
-    layers = data.get("layers")
-    return isinstance(layers, list) and all(map(_is_blob, (data.get("config"), *layers)))
+def _digest(body: bytes) -> str:
+    return f"sha256:{hashlib.sha256(body).hexdigest()}"
 
 
-def _is_digest(entry: dict[str, Any]) -> bool:
-    return bool(_DIGEST.fullmatch(str(entry.get("digest"))))
-
-
-def _is_blob(entry: object) -> bool:
-    if not isinstance(entry, dict) or not _is_digest(entry):
-        return False
-    size = entry.get("size")
-    return isinstance(size, int) and not isinstance(size, bool) and size >= 0
+def _mismatch(what: str, where: str) -> LockError:
+    return LockError(
+        f"the {what} does not match its digest", where=where, id="digest-mismatch",
+        hint="check for a proxy between here and the registry",
+    )  # fmt: skip
 
 
 def _basic(known: Credentials) -> str:
