@@ -335,11 +335,11 @@ def test_kill_in_the_middle_of_unpacking(ctx: Context, tmp_path: Path, after: fl
 @pytest.mark.parametrize(
     ("weights", "why"),
     [
-        ({"path": "none.gguf"}, "not there"),
+        ({"path": "none.gguf"}, "not found"),
         ({"path": "pointer.gguf"}, "git-lfs pointer"),
         ({"path": "half-00001-of-00002.gguf"}, "1 of 2 files"),
         ({"path": "config"}, "no weight file"),
-        ({"hub": "o/m", "files": "*.gguf"}, "HF_ENDPOINT has to be an https address"),
+        ({"hub": "o/m", "files": "*.gguf"}, "HF_ENDPOINT must use https"),
     ],
 )
 def test_what_is_cheap_to_see_is_seen_before_the_source_is_fetched(
