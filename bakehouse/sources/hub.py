@@ -227,9 +227,9 @@ def list_files(ctx: Context, repository: str, revision: str, *, patient: bool = 
 
     def model_info(api: HfApi) -> tuple[str, tuple[HubFile, ...]]:
         info = api.model_info(repository, revision=revision, timeout=timeout, files_metadata=True)
-        if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
+        if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha) or info.siblings is None:
             raise ValueError(info.sha)
-        return info.sha, tuple(map(_file, info.siblings or ()))
+        return info.sha, tuple(map(_file, info.siblings))
 
     debug("hub", list=where)
     attempts = ATTEMPTS if patient else 1
@@ -285,11 +285,9 @@ def _library(ctx: Context, ask: Callable[[HfApi], T]) -> T:
 
 def _file(row: RepoSibling | RepoFile) -> HubFile:
     """Check a row of a listing. Raises ValueError."""
-    size, sha256 = row.size, row.lfs.sha256 if row.lfs else None
+    size, sha256 = (row.lfs.size, row.lfs.sha256) if row.lfs else (row.size, None)
     if sha256 is not None and not re.fullmatch(r"[0-9a-f]{64}", sha256):
         raise ValueError(sha256)
-    if row.lfs and row.lfs.size != size:
-        size = row.lfs.size
     if size is not None and (type(size) is not int or not 0 <= size < MAX_FILE):
         raise ValueError(size)
     return HubFile(str(row.rfilename), size, sha256)

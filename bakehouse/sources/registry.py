@@ -7,24 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urljoin, urlsplit
-
-from packaging.tags import Tag
-from packaging.utils import (
-    BuildTag,
-    NormalizedName,
-    canonicalize_name,
-    parse_sdist_filename,
-    parse_wheel_filename,
-)
-from packaging.version import Version
 
 from bakehouse.context import Context
 from bakehouse.errors import HostError, LockError, NotFound, UsageError
 from bakehouse.ports.http import Http, Unreachable
 from bakehouse.redact import clean, without_credentials
 from bakehouse.sources.files import fetch_pinned
+
+if TYPE_CHECKING:  # `plan` imports this module
+    from packaging.tags import Tag
+    from packaging.utils import BuildTag, NormalizedName
+    from packaging.version import Version
 
 DEFAULT_INDEX = "https://pypi.org/simple"
 _JSON = "application/vnd.pypi.simple.v1+json"
@@ -97,6 +92,9 @@ def find_file(
 
 def _exact(requirement: str) -> tuple[NormalizedName, Version]:
     """Parse `NAME==VERSION`. Raises UsageError."""
+    from packaging.utils import canonicalize_name
+    from packaging.version import Version
+
     name, _, version = requirement.partition("==")
     try:
         return canonicalize_name(name, validate=True), Version(version)
@@ -167,6 +165,8 @@ def _expand(pattern: str) -> Iterator[str]:
 
 def _parse(row: dict[str, Any], project: str, version: Version) -> _File | None:
     """Parse a row; None for another project, another version or another kind of file."""
+    from packaging.utils import parse_sdist_filename, parse_wheel_filename
+
     filename = str(row["filename"])
     try:
         if filename.endswith(".whl"):

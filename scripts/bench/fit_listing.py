@@ -2,8 +2,9 @@
 
     python scripts/bench/fit_listing.py
 
-The hub is played by this process, its listing over loopback: 15 quantisations of 4 files each, of 50 to 300 GB, with real
-headers of a mixture of experts with 2,000 tensors and a vocabulary of 150,000.
+The hub is played by this process, its listing over loopback: 15 quantisations of 4 files each, of
+50 to 300 GB, with real headers of a mixture of experts with 2,000 tensors and a vocabulary of
+150,000.
 """
 
 from __future__ import annotations
