@@ -314,7 +314,7 @@ def _retry(ctx: Context, url: str, where: str, call: Callable[[], T], attempts: 
             where=where,
         )  # fmt: skip
     except HttpStatus as error:
-        raise refused(error.status, error.headers, where, token(ctx)) from None
+        raise refused(ctx, error, where) from None
     except Unreachable as error:
         raise HostError(
             f"the hub cannot be reached: {error.why}",
@@ -382,34 +382,44 @@ def _header(sent: Mapping[str, str], name: str) -> str | None:
     return {key.lower(): value for key, value in sent.items()}.get(name)
 
 
-def refused(
-    status: int, sent: Mapping[str, str], where: str, sent_token: Token | None
-) -> BakehouseError:
-    """Explain a refusal: a token is needed, terms have to be accepted, or nothing is there."""
-    code = _header(sent, "x-error-code") or ""
-    if code == "GatedRepo" or (status == 403 and sent_token is not None):
+def refused(ctx: Context, error: HttpStatus, where: str, *, pinned: bool = False) -> BakehouseError:
+    """Explain a refusal: a token is needed, terms have to be accepted, or nothing is there.
+
+    `pinned` for a file that was listed when it was pinned.
+    """
+    status, known = error.status, token(ctx)
+    code = _header(error.headers, "x-error-code") or ""
+    if pinned and status in (404, 410, 451) and not code:
+        return NotFound(
+            "the hub no longer offers this file at the pinned revision",
+            where=where,
+            hint="the repository or the revision was deleted or made private: if you may read it, "
+            f"{LOGIN}; or pin what exists now with 'invoke lock --update'",
+            id="hub-file",
+        )
+    if code == "GatedRepo" or (status == 403 and known):
+        who = (
+            f"the account of the token in {known.origin}"
+            if known
+            else f"your account, then {LOGIN}"
+        )
         return HostError(
             "the model is gated: accept its terms to download it",
             where=where,
-            hint="open the model's page, accept the terms with the account of the token in "
-            f"{sent_token.origin}"
-            if sent_token
-            else f"accept the terms on the model's page, then {LOGIN}",
+            hint=f"open the model's page, accept the terms with {who}",
             id="hub-gated",
         )
-    if code == "RevisionNotFound":
-        return NotFound("the hub repository has no such revision", where=where, id="hub-revision")
-    if code == "EntryNotFound":
-        return NotFound("the hub repository has no such file", where=where, id="hub-file")
+    if missing := {"RevisionNotFound": "revision", "EntryNotFound": "file"}.get(code):
+        return NotFound(
+            f"the hub repository has no such {missing}", where=where, id=f"hub-{missing}"
+        )
     if status in (401, 403):
-        what = "rejected your token" if sent_token else "needs a token, or has no such repository"
+        what = "rejected your token" if known else "needs a token, or has no such repository"
+        login = f"check the name; for a private or gated repository, {LOGIN}"
         return HostError(
             f"the hub {what}",
             where=where,
-            hint=f"check that the token in {sent_token.origin} is valid and may read this "
-            "repository"
-            if sent_token
-            else f"check the name; for a private or gated repository, {LOGIN}",
+            hint=f"check the token in {known.origin} and what it may read" if known else login,
             id="hub-login",
         )
     if status == 404:
@@ -422,19 +432,6 @@ def refused(
     return HostError(
         f"the hub answered {status}", where=where, hint="wait a while and run it again", id="hub"
     )
-
-
-def explain(ctx: Context, error: HttpStatus, where: str) -> BakehouseError:
-    """Explain a refused download of a file that was listed when it was pinned."""
-    if error.status in (404, 410, 451) and not _header(error.headers, "x-error-code"):
-        return NotFound(
-            "the hub no longer offers this file at the pinned revision",
-            where=where,
-            hint="the repository or the revision was deleted or made private: if you may read it, "
-            f"{LOGIN}; or pin what exists now with 'invoke lock --update'",
-            id="hub-file",
-        )
-    return refused(error.status, error.headers, where, token(ctx))
 
 
 # --- cache --------------------------------------------------------------------------------------

@@ -303,7 +303,7 @@ def _download(
                 )  # fmt: skip
             except HttpStatus as error:
                 if hub_repository:
-                    raise hub.explain(ctx, error, where) from error
+                    raise hub.refused(ctx, error, where, pinned=True) from error
                 raise
         found = hash_fetched(ctx, incoming, PurePosixPath(file.path).name)
         if found == file.sha256:
