@@ -14,7 +14,7 @@ from bakehouse.lock import ArchivePin, FilePin, GitPin
 from bakehouse.ports.git import COMMIT, Git, GitFailed
 from bakehouse.recipe.model import Archive
 from bakehouse.sources.files import describe_wrong, fetch_pinned, guarded, sha256_file
-from bakehouse.sources.mirror import TREES, check_owner, make_bare, tree_is_whole
+from bakehouse.sources.mirror import TREES, is_ready, make_bare
 from bakehouse.sources.registry import fetch_file, find_file, index_url
 from bakehouse.sources.unpack import check_links, choose_folder, unpack
 
@@ -120,15 +120,7 @@ def ensure_archive_tree(ctx: Context, git: Git, pin: ArchivePin) -> None:
 
 def archive_is_ready(ctx: Context, git: Git, tree: str) -> bool:
     """Whether a tree was imported completely, and is still whole."""
-    repository = ctx.places.git / ARCHIVES
-    if not repository.is_dir():
-        return False
-    check_owner(repository)
-    try:
-        noted = git.object_id(repository, f"{TREES}/{tree}")
-    except GitFailed:
-        return False
-    return noted == tree and tree_is_whole(git, repository, tree)
+    return is_ready(git, ctx.places.git / ARCHIVES, f"{TREES}/{tree}", tree)
 
 
 def import_archive(ctx: Context, git: Git, archive: Path, folder: str) -> tuple[str, int]:

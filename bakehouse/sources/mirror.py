@@ -91,16 +91,21 @@ def check_owner(repository: Path) -> None:
         raise foreign_owner(str(repository))
 
 
-def commit_is_ready(git: Git, repository: Path, commit: str) -> bool:
-    """Whether a commit was fetched completely, and its tree is still whole."""
+def is_ready(git: Git, repository: Path, ref: str, target: str) -> bool:
+    """Whether our `ref` names a commit or tree that was completely fetched and is still whole."""
     if not repository.is_dir():
         return False
     check_owner(repository)
     try:
-        noted = git.object_id(repository, f"{COMMITS}/{commit}")
+        noted = git.object_id(repository, ref)
     except GitFailed:
         return False
-    return noted == commit and tree_is_whole(git, repository, f"{commit}^{{tree}}")
+    return noted == target and tree_is_whole(git, repository, f"{target}^{{tree}}")
+
+
+def commit_is_ready(git: Git, repository: Path, commit: str) -> bool:
+    """Whether a commit was fetched completely, and its tree is still whole."""
+    return is_ready(git, repository, f"{COMMITS}/{commit}", commit)
 
 
 def make_bare(ctx: Context, git: Git, repository: Path) -> None:
