@@ -160,7 +160,7 @@ def test_build_of_an_image_that_does_not_answer(home: Home) -> None:
     }
     for why, script in scripts.items():
         home.publish(script)
-        (home.folder / "glimmer.lock").unlink(missing_ok=True)
+        home.run("lock", "--update")
         error = home.run("build", exits=6)["error"]
         assert error["id"] == "image-silent"
         assert why in error["what"]
