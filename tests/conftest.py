@@ -44,7 +44,7 @@ def places(tmp_path: Path) -> Places:
 @pytest.fixture
 def context(places: Places) -> Context:
     environment = {**os.environ, "BAKEHOUSE_HOME": str(places.cache.parent)}
-    environment["HF_TOKEN_PATH"] = str(places.cache.parent / "no-token")  # nobody is logged in
+    environment["HF_HOME"] = str(places.cache.parent / "hf")  # no login, no cache of this user
     return Context(places=places, recipes=ROOT / "recipes", environment=environment)
 
 

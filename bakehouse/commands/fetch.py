@@ -1,4 +1,4 @@
-"""The task `fetch`: have the pinned source, images and weights on this machine, verified."""
+"""The task `fetch`: download and verify the pinned source, images and weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Options = flags.Fetch
 
 
 def run(ctx: Context, options: Options) -> Outcome:
-    """Fetch what is missing; nothing is fetched where all is here."""
+    """Download what is missing and verify all of it."""
     loaded = load_sound(find(options.recipe, ctx.recipes), options.set_)
     pinned.require(ctx, loaded)
     lock = ensure_lock(ctx, loaded, locked=options.locked)
@@ -58,7 +58,7 @@ def run(ctx: Context, options: Options) -> Outcome:
 
 
 def _images(ctx: Context, lock: Lock) -> dict[str, str]:
-    """Pull what this machine runs, by digest."""
+    """Pull this machine's images, by digest."""
     if not lock.images:
         return {}
     arch = read_host().arch

@@ -19,6 +19,7 @@ from bakehouse.context import Context
 from bakehouse.engines.engine import Asked
 from bakehouse.engines.llamacpp.server import Features
 from bakehouse.errors import HostError, NotHealthy, UsageError
+from bakehouse.host import compute_capabilities
 from bakehouse.lock import Lock
 from bakehouse.memory.machine import Machine
 from bakehouse.memory.recipe import find_machine

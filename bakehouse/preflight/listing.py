@@ -29,7 +29,7 @@ from bakehouse.memory.weight import Weight
 from bakehouse.recipe.model import Recipe
 from bakehouse.sources import hub
 from bakehouse.sources.choice import is_usable
-from bakehouse.sources.ranges import RemoteFile
+from bakehouse.sources.hub import RemoteFile
 from bakehouse.sources.together import all_at_once
 
 AT_ONCE = 8

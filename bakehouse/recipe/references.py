@@ -1,8 +1,8 @@
-"""References to container images: the grammar, and messages for what breaks it.
+"""References to container images: parse one, and explain what is wrong with one.
 
 Repository, tag and digest as in the OCI distribution specification (1.1, "Pulling manifests");
-the registry as Docker reads it: a first part with a dot or a colon, or `localhost`. An image that
-only this engine has is named by its id, `sha256:…`.
+the registry as Docker reads it: the first part, if it has a dot or a colon or is `localhost`. An
+image that only this engine has is named by its id, `sha256:…`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from bakehouse.recipe.faults import printable
 
@@ -38,6 +39,44 @@ class BadReference(ValueError):
         self.hint = hint
 
 
+@dataclass(frozen=True)
+class Reference:
+    """A parsed reference, such as `docker.io/library/debian:13`."""
+
+    registry: str
+    repository: str
+    tag: str | None
+    digest: str | None
+
+    @property
+    def name(self) -> str:
+        """Registry and repository."""
+        return f"{self.registry}/{self.repository}"
+
+    @property
+    def wanted(self) -> str:
+        """What to ask the registry for: the digest if there is one."""
+        return self.digest or self.tag or "latest"
+
+
+def parse(text: str) -> Reference:
+    """Parse a reference; a name without a registry is Docker's, as with Docker itself."""
+    registry, path, tag, digest = _split(text)
+    if registry in (None, "docker.io", "index.docker.io"):
+        registry = "docker.io"
+        path = path if "/" in path else f"library/{path}"
+    return Reference(str(registry), path, tag, digest or None)
+
+
+def _split(text: str) -> tuple[str | None, str, str | None, str | None]:
+    """Split into registry, repository, tag and digest; None for those that are not given."""
+    name, at, digest = text.partition("@")
+    first, slash, rest = name.partition("/")
+    named = slash and ("." in first or ":" in first or first == "localhost")
+    path, colon, tag = (rest if named else name).partition(":")
+    return first if named else None, path, tag if colon else None, digest if at else None
+
+
 def reference(text: str) -> str:
     """Return a valid reference. Raises BadReference with everything that is wrong with it."""
     if found := list(faults(text)):
@@ -59,7 +98,7 @@ def faults(text: str) -> Iterator[str]:
     if _is_id(text):
         yield from _digest(text)
         return
-    registry, path, tag, digest = _parts(text)
+    registry, path, tag, digest = _split(text)
     if registry is not None:
         yield from _host(registry)
     if not path:
@@ -87,15 +126,6 @@ def faults(text: str) -> Iterator[str]:
 
 def _is_id(text: str) -> bool:
     return text.lower().startswith("sha256:") and "/" not in text and "@" not in text
-
-
-def _parts(text: str) -> tuple[str | None, str, str | None, str | None]:
-    """Split a reference into registry, repository, tag and digest."""
-    name, at, digest = text.partition("@")
-    first, slash, rest = name.partition("/")
-    has_registry = slash and ("." in first or ":" in first or first == "localhost")
-    path, colon, tag = (rest if has_registry else name).partition(":")
-    return first if has_registry else None, path, tag if colon else None, digest if at else None
 
 
 def _host(registry: str) -> Iterator[str]:
@@ -131,7 +161,7 @@ def _hint(text: str) -> str:
     elif _is_id(text):
         made = text.lower()
     else:
-        registry, path, tag, digest = _parts(text)
+        registry, path, tag, digest = _split(text)
         path = re.sub("/+", "/", path).strip("/").lower()
         made = f"{registry}/{path}" if registry is not None else path
         made += f":{tag or 'TAG'}" if tag is not None else ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from pydantic import model_validator
@@ -50,3 +53,21 @@ class AllWeights(Frozen):
         """Role and weights of those that are given, the model first."""
         roles = (("model", self.model), ("drafter", self.drafter), ("projector", self.projector))
         return tuple((role, weights) for role, weights in roles if weights)
+
+
+@dataclass(frozen=True)
+class WeightPaths:
+    """Where one role's files lie, as absolute paths: on this machine, or in a container."""
+
+    first: str
+    """The file to give to an engine that takes one: the first of several shards."""
+    path: str
+    """The one file, or the folder that holds all."""
+    files: tuple[str, ...]
+
+    @classmethod
+    def of(cls, files: Sequence[str]) -> Self:
+        """Find the first loadable file and the common folder of `files`."""
+        first = min([f for f in files if f.endswith((".gguf", ".safetensors"))] or files)
+        folder = os.path.commonpath([os.path.dirname(f) for f in files])
+        return cls(first, first if len(files) == 1 else folder, tuple(files))

@@ -1,4 +1,4 @@
-"""Archives: fetched by sha256, unpacked safely, and made into a git tree through plumbing."""
+"""Archives: download by sha256, unpack, and write as a git tree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bakehouse.lock import ArchivePin, FilePin, GitPin
 from bakehouse.ports.git import COMMIT, Git, GitFailed
 from bakehouse.recipe.model import Archive
 from bakehouse.sources.files import describe_wrong, fetch_pinned, guarded
-from bakehouse.sources.mirror import TREES, check_owner, make_bare, tree_is_whole
+from bakehouse.sources.mirror import TREES, is_ready, make_bare
 from bakehouse.sources.registry import fetch_file, find_file, index_url
 from bakehouse.sources.unpack import check_links, choose_folder, unpack
 from bakehouse.util.files import sha256_file
@@ -24,17 +24,17 @@ Pin = GitPin | ArchivePin
 
 
 def origin_of(archive: Archive) -> str:
-    """How a lock names where an archive comes from."""
+    """Give an archive's origin as a lock names it."""
     return f"pypi:{archive.pypi}" if archive.pypi else str(archive.url or archive.path)
 
 
 def kept(ctx: Context, pin: FilePin) -> Path:
-    """Where the archive file lies in the cache."""
+    """Give the archive's path in the cache."""
     return ctx.places.downloads / pin.sha256 / pin.path
 
 
 def bring_archive(ctx: Context, archive: Archive, folder: Path) -> FilePin:
-    """Have the archive file in the cache, verified; give its pin. Raises LockError, HostError."""
+    """Download or copy an archive into the cache; give its pin. Raises LockError, HostError."""
     if archive.pypi:
         name = _from_registry(ctx, archive.pypi, archive.sha256)
     elif archive.url:
@@ -48,7 +48,7 @@ def bring_archive(ctx: Context, archive: Archive, folder: Path) -> FilePin:
 
 
 def _from_registry(ctx: Context, requirement: str, sha256: str) -> str:
-    """Find the file of a release that has this hash: its sdist, or one of its wheels."""
+    """Download the file of a release that has this hash: its sdist, or one of its wheels."""
     index = index_url(ctx.environment)
     file = find_file(ctx.http, requirement, want="any", sha256=sha256, index=index)
     fetch_file(ctx, file)
@@ -58,7 +58,7 @@ def _from_registry(ctx: Context, requirement: str, sha256: str) -> str:
 def _from_disk(ctx: Context, path: Path, sha256: str) -> str:
     """Copy a local archive into the cache: a build then needs no recipe folder."""
     if not path.is_file():
-        hint = "see that the path is right; those in a recipe are relative to the recipe"
+        hint = "check the path; paths are relative to the recipe"
         raise NotFound.named("archive", path.name, where=str(path), hint=hint, id="archive-missing")
     target = ctx.places.downloads / sha256 / path.name
     if target.is_file():
@@ -67,10 +67,10 @@ def _from_disk(ctx: Context, path: Path, sha256: str) -> str:
     if found != sha256:
         nature = describe_wrong(path)
         raise LockError(
-            f"the archive is not the one that is pinned: sha256 {sha256} expected, {found} found"
+            f"the archive differs from its pin: expected sha256 {sha256}, found {found}"
             + (f"; it is {nature}" if nature else ""),
             where=str(path),
-            hint="bring it back, or write its sha256 into the recipe if the change is wanted",
+            hint="restore it, or write its sha256 into the recipe to accept the change",
             id="archive-changed",
         )
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def _from_disk(ctx: Context, path: Path, sha256: str) -> str:
 def pin_archive(
     ctx: Context, git: Git, archive: Archive, folder: Path, before: Pin | None = None
 ) -> ArchivePin:
-    """Fetch, unpack and pin an archive; `before` is what the same recipe was pinned to."""
+    """Download, unpack and pin an archive; `before` is the recipe's last pin."""
     if isinstance(before, ArchivePin) and archive_is_ready(ctx, git, before.tree):
         return before
     file = bring_archive(ctx, archive, folder)
@@ -94,7 +94,7 @@ def pin_archive(
 
 
 def ensure_archive_tree(ctx: Context, git: Git, pin: ArchivePin) -> None:
-    """Have a pinned archive's tree; nothing is fetched or unpacked where it is there already."""
+    """Fetch and unpack a pinned archive if its tree is missing. Raises LockError, HostError."""
     if archive_is_ready(ctx, git, pin.tree):
         return
     if pin.origin.startswith("pypi:"):
@@ -104,38 +104,30 @@ def ensure_archive_tree(ctx: Context, git: Git, pin: ArchivePin) -> None:
                      size=pin.file.size, title=pin.file.path)  # fmt: skip
     elif not kept(ctx, pin.file).is_file():
         raise LockError(
-            "the pinned archive is not at hand",
+            "the pinned archive is missing",
             where=f"{pin.origin}, sha256 {pin.file.sha256}",
-            hint="run 'invoke fetch' for the recipe, which keeps a copy of its archive",
+            hint="run 'invoke fetch' for the recipe, which copies its archive",
             id="archive-missing",
         )
     tree, _ = import_archive(ctx, git, kept(ctx, pin.file), pin.folder)
     if tree != pin.tree:
         raise LockError(
-            f"the archive's tree is not what is pinned: {pin.tree} expected, {tree} found",
+            f"the archive's tree differs from its pin: expected {pin.tree}, found {tree}",
             where=pin.origin,
-            hint="write the lock anew with 'invoke lock --update'",
+            hint="write the lock again with 'invoke lock --update'",
             id="tree-mismatch",
         )
 
 
 def archive_is_ready(ctx: Context, git: Git, tree: str) -> bool:
-    """Whether a tree was imported to its end, and is still whole."""
-    repository = ctx.places.git / ARCHIVES
-    if not repository.is_dir():
-        return False
-    check_owner(repository)
-    try:
-        noted = git.object_id(repository, f"{TREES}/{tree}")
-    except GitFailed:
-        return False
-    return noted == tree and tree_is_whole(git, repository, tree)
+    """Whether a tree was imported completely, and is still whole."""
+    return is_ready(git, ctx.places.git / ARCHIVES, f"{TREES}/{tree}", tree)
 
 
 def import_archive(ctx: Context, git: Git, archive: Path, folder: str) -> tuple[str, int]:
-    """Make a git tree of a folder of an archive; give its id and the newest date in it.
+    """Write a folder of an archive as a git tree.
 
-    Dates are seconds since 1970.
+    Give the tree's id and its newest date, in seconds since 1970. Raises LockError.
     """
     repository = ctx.places.git / ARCHIVES
     with guarded(ctx, repository.with_suffix(".lock"), "the unpacked archives"):
@@ -156,7 +148,7 @@ def import_archive(ctx: Context, git: Git, archive: Path, folder: str) -> tuple[
 
 
 def to_objects(git: Git, repository: Path, folder: Path, index: Path) -> str:
-    """Write a folder's files as blobs, unfiltered, and a tree over them; give the tree's id."""
+    """Write a folder as a git tree, without filters; give the tree's id. Raises GitFailed."""
     files: list[tuple[str, Path]] = []
     rows: list[str] = []
     for place, folders, names in os.walk(folder):

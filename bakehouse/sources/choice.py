@@ -1,4 +1,4 @@
-"""Which of the files that there are a recipe means: one model, whole."""
+"""Select the files of a recipe's model: one model, with all its shards."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bakehouse.redact import clean
 
 WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 MAX_NAME, MAX_PATH = 200, 1024
-"""Bytes of a file's name, and characters of a path; some of what the system allows is for us."""
+"""Bytes of a file's name, and characters of a path; a little below the system's own limits."""
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.(gguf|safetensors)")
 
 
 def pattern(glob: str) -> re.Pattern[str]:
-    """A glob over paths: `*` and `?` stay within a folder, `**` does not."""
+    """Compile a glob over paths: `*` and `?` stay within a folder, `**` does not."""
     out = ""
     for piece in re.findall(r"\*\*/?|\*|\?|\[[^\]/]+\]|.", glob, re.S):
         if piece == "**/":
@@ -33,7 +33,7 @@ def pattern(glob: str) -> re.Pattern[str]:
 
 
 def fitting(names: Sequence[str], glob: str) -> list[str]:
-    """Those names that a glob means; one without a folder looks at the top, and only then below."""
+    """Match names with a glob; one without a folder looks at the top first, then below."""
     wanted = pattern(glob)
     chosen = [name for name in names if wanted.fullmatch(name)]
     if not chosen and "/" not in glob:
@@ -42,9 +42,9 @@ def fitting(names: Sequence[str], glob: str) -> list[str]:
 
 
 def choose(names: Iterable[str], glob: str, where: str) -> list[str]:
-    """Those names that a glob means, sorted; one model, with all its shards.
+    """Select the names that match a glob, sorted: one model, with all its shards.
 
-    Raises LockError where nothing fits, where a shard is missing, or where several models fit.
+    Raises LockError if nothing matches, a shard is missing, or several models match.
     """
     listed = sorted(names)
     chosen = fitting(listed, glob)
@@ -53,9 +53,9 @@ def choose(names: Iterable[str], glob: str, where: str) -> list[str]:
         near = [name for name in listed if name.endswith(f".{suffix}")] or listed
         shown = ", ".join(clean(name) for name in near[:8]) + (" ..." if len(near) > 8 else "")
         raise LockError(
-            f"no file fits '{clean(glob)}'",
+            f"no file matches '{clean(glob)}'",
             where=where,
-            hint=f"there are: {shown or 'no files at all'}",
+            hint=f"found: {shown or 'no files at all'}",
             id="weights-missing",
         )
     for name in chosen:
@@ -68,28 +68,26 @@ def choose(names: Iterable[str], glob: str, where: str) -> list[str]:
 
 
 def check_weights(names: Sequence[str], glob: str, where: str) -> None:
-    """Refuse files of which none holds weights: a download of the configuration only."""
+    """Refuse a download without weight files, such as the configuration only."""
     if not any(name.endswith(WEIGHTS) for name in names):
         raise LockError(
-            f"there is no weight file among the {len(names)} that fit '{clean(glob)}', "
-            f"only such as {clean(names[0])}",
+            f"no weight file among the {len(names)} that match '{clean(glob)}', only files "
+            f"such as {clean(names[0])}",
             where=where,
-            hint="where only the configuration was fetched, fetch the weights; or widen the glob",
+            hint="download the weights too, or widen the glob",
             id="weights-missing",
         )
 
 
 def check_name(name: str, where: str) -> None:
-    """Refuse a file name that leads elsewhere or cannot be shown."""
+    """Refuse a file name that leaves the folder or cannot be shown."""
     if not is_usable(name):
         shown = clean(name, one_line=True)
-        raise LockError(
-            f"'{shown[:80]}{'...' * (len(shown) > 80)}' is not a usable file name", where=where
-        )
+        raise LockError(f"unsafe file name '{shown[:80]}{'...' * (len(shown) > 80)}'", where=where)
 
 
 def is_usable(name: str) -> bool:
-    """Whether a listed name can be a file below a folder of ours, and be shown as it is."""
+    """Whether a listed name stays in its folder and can be shown as it is."""
     parts = name.split("/")
     if {"..", ".", ""}.intersection(parts) or clean(name, one_line=True) != name:
         return False
@@ -97,7 +95,7 @@ def is_usable(name: str) -> bool:
 
 
 def check_shards(names: Sequence[str], where: str) -> None:
-    """Refuse a model that is not whole, or is several."""
+    """Refuse a model with missing shards, and several models."""
     sets: dict[tuple[str, str, str], set[int]] = {}
     for name in names:
         if found := SHARD.fullmatch(name):
@@ -122,8 +120,8 @@ def check_shards(names: Sequence[str], where: str) -> None:
     if len(models) > 1:
         shown = ", ".join(clean(name) for name in models[:8])
         raise LockError(
-            f"the files are {len(models)} models, one is wanted: {shown}",
+            f"the files are {len(models)} models, expected one: {shown}",
             where=where,
-            hint="narrow the glob down to one of them",
+            hint="narrow the glob to one of them",
             id="weights-ambiguous",
         )

@@ -1,4 +1,4 @@
-"""A model's own config.json: which architectures it declares, without fetching its weights."""
+"""The architectures that a model's config.json declares, read without its weights."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def architectures(
     """Give the architectures that a role's config.json declares; `folder` is the recipe's.
 
     The file is read from the weights where they are here, else from the hub at the pinned revision,
-    and verified either way. Raises LockError where none is pinned or it is another one, NotFound
-    where the weights have to be fetched first, CheckpointError for a file that names none.
+    and verified either way. Raises LockError if none is pinned or it differs, NotFound if the
+    weights have to be fetched first, CheckpointError for a file that declares none.
     """
     pin = lock.weights[role]
     file = _pinned(pin, recipe, role)
@@ -34,8 +34,9 @@ def architectures(
     where = f"{role}: {pin.origin}, {file.path}"
     if hashlib.sha256(data).hexdigest() != file.sha256:
         raise LockError(
-            "config.json is not the one that is pinned", where=where,
-            hint="see what changed it; 'invoke lock --update' pins the new one", id="hash-mismatch",
+            "config.json differs from its pin", where=where,
+            hint="check what changed it; 'invoke lock --update' pins the new one",
+            id="hash-mismatch",
         )  # fmt: skip
     try:
         named = json.loads(data)["architectures"]
@@ -44,8 +45,8 @@ def architectures(
         found = ()
     if not found:
         raise CheckpointError(
-            "config.json names no architecture", where=where,
-            hint="vLLM cannot load it either; take the file from the model's publisher",
+            "config.json declares no architecture", where=where,
+            hint="vLLM cannot load it either; get the file from the model's publisher",
         )  # fmt: skip
     return tuple(map(clean, found))
 
@@ -54,7 +55,7 @@ def _pinned(pin: WeightPin, recipe: Recipe, role: str) -> FilePin:
     named = [file for file in pin.files if PurePosixPath(file.path).name == CONFIG]
     if not named:
         raise LockError(
-            f"the lock pins no config.json of the {role}, which names its architecture",
+            f"the lock pins no config.json of the {role}, which declares its architecture",
             where=f"recipe {recipe.name}, weights.{role}.files",
             hint="vLLM needs every file of the repository: widen the glob, as in files: '*'",
             id="weights-config",
@@ -72,7 +73,7 @@ def _read(ctx: Context, folder: Path, pin: WeightPin, file: FilePin) -> bytes:
             continue
     if not pin.origin.startswith("hub:"):
         raise NotFound(
-            "the weights are not here, and their config.json is wanted first",
+            "the weights were not fetched, and their config.json is needed first",
             where=str(base / file.path), hint="run 'invoke fetch' first", id="weights-missing",
         )  # fmt: skip
     repository = pin.origin.removeprefix("hub:")

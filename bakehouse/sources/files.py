@@ -1,4 +1,4 @@
-"""Files by content: fetched once, verified by sha256, guarded by a lock file."""
+"""Files by content: download once, verify by sha256, guard by a lock file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from bakehouse.redact import clean
 from bakehouse.util.files import file_lock, sha256_file
 
 SHOWN = 2**28
-"""Bytes; hashing so large a file takes long enough to say that it is done."""
+"""Bytes; hashing a larger file shows progress."""
 
 
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Say what is in the way of files that belong below `folder`, whatever the system calls it."""
+    """Turn OSError into HostError for files below `folder`."""
     try:
         yield
     except OSError as error:
@@ -43,10 +43,10 @@ def fetch_pinned(
     title: str = "",
     headers: Mapping[str, str] | None = None,
 ) -> None:
-    """Have `target` with exactly this content; fetched where it is not there, and verified.
+    """Download `target` if it is missing, and verify its content.
 
-    A download in several pieces that does not verify is fetched once more from its start: they may
-    have come from a host without validators. Raises LockError (other content), HostError.
+    A download in several pieces that does not verify is repeated once from its start: the host may
+    have no validators. Raises LockError (other content), HostError.
     """
     with guarded(ctx, target.with_name(target.name + ".lock"), title or target.name):
         if target.is_file():
@@ -62,11 +62,11 @@ def fetch_pinned(
             nature = describe_wrong(incoming)
             incoming.unlink()
             raise LockError(
-                f"what was fetched is not what is pinned: sha256 {sha256} expected, {found} found"
+                f"the download differs from its pin: expected sha256 {sha256}, found {found}"
                 + (f"; it is {nature}" if nature else ""),
                 where=clean(ctx.redactor.text(url)),
-                hint="the host serves other content under this name; do not use it before you "
-                "know why, then move the pin with 'invoke lock --update'",
+                hint="the host serves other content under this name; find out why before "
+                "you use it, then move the pin with 'invoke lock --update'",
                 id="hash-mismatch",
             )
         os.replace(incoming, target)
@@ -81,7 +81,7 @@ def _fetch(
     title: str,
     headers: Mapping[str, str] | None,
 ) -> tuple[str, bool]:
-    """Give the sha256 of what came, and whether it came in more than one piece."""
+    """Download; give the sha256, and whether it came in more than one piece."""
     pieced = True
     if not incoming.is_file():
         with ctx.progress.bar(f"fetch {title or incoming.name}", "B") as bar:
@@ -104,7 +104,7 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
 
 
 def describe_wrong(path: Path) -> str | None:
-    """Name what a file is that stands where another was expected, by its first bytes."""
+    """Name by its first bytes what an unexpected file is; None if unknown."""
     with path.open("rb") as file:
         head = file.read(512).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if not head:

@@ -1,4 +1,4 @@
-"""Container images: a reference resolved to content once, and that content on this machine."""
+"""Container images: pin a reference to content, and pull exactly that."""
 
 from __future__ import annotations
 
@@ -11,48 +11,42 @@ from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound
 from bakehouse.lock import Drift, ImagePin, Lock
 from bakehouse.ports.docker import ARCHITECTURES, ImageFacts, machine_arch, words
+from bakehouse.recipe.references import Reference, parse
 from bakehouse.sources.oci import (
-    Blob,
+    ImageRun,
     Manifest,
-    Reference,
+    Platform,
     Registry,
-    decoded,
     missing,
-    parse,
 )
 
 UNPACKED = 3
-"""Bytes of disk that a byte of packed layers takes while it is pulled: itself, and unpacked. Engine
-images of CUDA and PyTorch unpack to about twice their packed size."""
+"""Bytes of disk for each byte of packed layers during a pull: itself, and unpacked. Engine images
+of CUDA and PyTorch unpack to about twice their packed size."""
 
 
 def pin_image(ctx: Context, reference: str, arch: str) -> ImagePin:
     """Resolve a reference for one architecture, down to the layers, pulling nothing.
 
-    An image that only the engine has, and no registry, is pinned by its id. Raises LockError for
-    what does not exist or has vanished in part, HostError for another platform, a login, the
-    network.
+    An image that only the local engine has is pinned by its id. Raises LockError for an image that
+    does not exist or is incomplete, HostError for another platform, a login, the network.
     """
     if reference.startswith("sha256:"):
         return _pin_local(reference, arch, _held(ctx, reference))
     at = parse(reference)
     held = _look(ctx, reference) if at.digest is None else None
     if held and held.arch == arch and not _came_from(held, at):
-        ctx.progress.say(f"{reference} is this engine's own image: pinned by its id")
+        ctx.progress.say(f"{reference} exists only locally; pinned by image ID")
         return _pin_local(reference, arch, held)
     registry = Registry(ctx, at)
-    found = registry.manifest(at.wanted)
-    index = None
-    if found.is_index:
+    found, index = registry.manifest(at.wanted), None
+    if found.manifests is not None:
         index, found = found.digest, _platform(registry, found, at, arch)
     return _pin_manifest(registry, at, reference, arch, index, found)
 
 
 def _look(ctx: Context, reference: str) -> ImageFacts | None:
-    """What the engine holds under a name; nothing where there is no engine.
-
-    Raises HostError for one that hangs: it may hold the image.
-    """
+    """Find a local image; None without an engine. Raises HostError for one that hangs."""
     try:
         return ctx.docker.image(reference)
     except HostError as error:
@@ -65,9 +59,9 @@ def _held(ctx: Context, reference: str) -> ImageFacts:
     found = ctx.docker.image(reference)
     if found is None:
         raise NotFound(
-            "the engine does not hold this image, and no registry is named for it",
+            "the local engine does not have this image, and an id names no registry",
             where=reference,
-            hint="build, load or import it first; 'docker images --no-trunc' shows what there is",
+            hint="build, load or import it first; 'docker images --no-trunc' lists images",
             id="image-missing",
         )
     return found
@@ -96,15 +90,14 @@ def _pin_local(reference: str, arch: str, held: ImageFacts) -> ImagePin:
 
 
 def _platform(registry: Registry, index: Manifest, at: Reference, arch: str) -> Manifest:
-    """The manifest for linux on `arch` that an index names. Raises HostError, LockError."""
+    """Read the manifest for linux on `arch` in an index. Raises HostError, LockError."""
     wanted = ("linux", ARCHITECTURES[arch])
     there: dict[tuple[str, str], str] = {}
-    for entry in index.data["manifests"]:
-        platform = entry.get("platform") or {}
-        key = (str(platform.get("os")), str(platform.get("architecture")))
-        if key == wanted and platform.get("variant") not in (None, "", "v8"):
-            continue
-        there.setdefault(key, str(entry.get("digest")))
+    for entry in index.manifests or ():
+        platform = entry.platform or Platform()
+        key = (str(platform.os), str(platform.architecture))
+        if key != wanted or platform.variant in (None, "", "v8"):
+            there.setdefault(key, entry.digest)
     if wanted not in there:
         names = ", ".join("/".join(key) for key in sorted(there) if "unknown" not in key)
         raise no_platform(f"{at.name}, {at.wanted}", arch, names)
@@ -114,20 +107,20 @@ def _platform(registry: Registry, index: Manifest, at: Reference, arch: str) -> 
         if error.id != "manifest-unknown":
             raise
         raise LockError(
-            f"the registry still lists the image and has lost what it lists for {arch}: "
-            f"manifest {there[wanted]} is unknown",
+            f"the index lists manifest {there[wanted]} for {arch}, but the registry no longer "
+            "has it",
             where=f"{at.name}, {at.wanted} (index {index.digest})",
-            hint="the registry was cleaned up wrongly: name another tag, and tell its publisher",
+            hint="the registry was cleaned up wrongly: use another tag, and tell its publisher",
             id="manifest-vanished",
         ) from None
 
 
 def no_platform(where: str, arch: str, there: str) -> HostError:
-    """Make the error for an image that is not made for an architecture."""
+    """Make the error for an image of another platform."""
     return HostError(
-        f"the image is not made for linux on {arch}; it is for {there or 'nothing that is said'}",
+        f"the image is not built for linux on {arch}, only for {there or 'unknown platforms'}",
         where=where,
-        hint=f"name one for {arch} under image.ref in the recipe; another would not start",
+        hint=f"use one for {arch} in image.ref of the recipe; another would not start",
         id="image-platform",
     )
 
@@ -140,64 +133,53 @@ def _pin_manifest(
     index: str | None,
     found: Manifest,
 ) -> ImagePin:
-    blob = found.data["config"]
-    config = _config(registry, Blob(str(blob["digest"]), int(blob["size"])), at)
-    layers = found.layers()
-    system = (str(config.get("os")), machine_arch(str(config.get("architecture"))))
+    if found.config is None or found.layers is None:  # an index in an index
+        raise no_platform(f"{at.name}, {at.wanted}", arch, "")
+    config = registry.config(found.config)
+    system = (str(config.os), machine_arch(str(config.architecture)))
     if system != ("linux", arch):
         raise no_platform(f"{at.name}, {at.wanted}", arch, "/".join(system))
-    for layer in layers:
+    for layer in found.layers:
         if not registry.has(layer):
             raise missing(f"{at.name}, {at.wanted}: a layer", layer.digest, "")
-    run = config.get("config") or {}
+    run = config.config or ImageRun()
     return ImagePin(
         reference=reference,
         name=at.name,
         index=index,
         digest=found.digest,
-        id=str(blob["digest"]),
-        size=sum(layer.size for layer in layers),
-        layers=len(layers),
-        created=str(config.get("created") or ""),
-        entrypoint=words(run.get("Entrypoint")),
-        cmd=words(run.get("Cmd")),
-        user=str(run.get("User") or ""),
-        workdir=str(run.get("WorkingDir") or ""),
-        labels={str(k): str(v) for k, v in (run.get("Labels") or {}).items()},
+        id=found.config.digest,
+        size=sum(layer.size for layer in found.layers),
+        layers=len(found.layers),
+        created=config.created or "",
+        entrypoint=words(run.entrypoint),
+        cmd=words(run.cmd),
+        user=run.user or "",
+        workdir=run.workdir or "",
+        labels=run.labels or {},
     )
 
 
-def _config(registry: Registry, blob: Blob, at: Reference) -> dict[str, Any]:
-    data: dict[str, Any] | None = decoded(registry.blob(blob))
-    run = (data.get("config") or {}) if isinstance(data, dict) else None
-    if not isinstance(run, dict) or not isinstance(run.get("Labels") or {}, dict):
-        raise HostError(
-            "the image's configuration is none", where=at.name, id="registry",
-            hint="see what stands between here and the registry, or tell the image's publisher",
-        )  # fmt: skip
-    return data or {}
-
-
 def check_platform(found: ImageFacts, arch: str, where: str) -> None:
-    """Refuse an image for another machine: it would only say `exec format error`."""
+    """Refuse an image for another platform: it would fail with `exec format error`."""
     if (found.system, found.arch) != ("linux", arch):
         raise no_platform(where, arch, f"{found.system}/{found.arch}")
 
 
 def ensure_image(ctx: Context, pin: ImagePin, arch: str) -> ImageFacts:
-    """Have exactly the pinned image, pulled where the engine does not hold it.
+    """Pull the pinned image if the engine does not have it.
 
-    Platform, registry and disk are looked at before anything is pulled. Raises HostError, LockError
-    where the registry no longer has it, NotFound for a local image that is gone.
+    Checks platform, registry and disk first. Raises HostError, LockError if the registry no longer
+    has it, NotFound for a local image that is gone.
     """
     if found := ctx.docker.image(pin.ref):
         check_platform(found, arch, pin.reference)
         return found
     if pin.local:
         raise NotFound(
-            f"the engine no longer holds the local image {pin.reference}",
+            f"the local image {pin.reference} is gone",
             where=pin.id,
-            hint="build or import it again, then 'invoke lock --update'; no registry has it",
+            hint="build or import it again, then 'invoke lock --update'; it is in no registry",
             id="image-missing",
         )
     facts = ctx.docker.facts()
@@ -209,8 +191,8 @@ def ensure_image(ctx: Context, pin: ImagePin, arch: str) -> ImageFacts:
     check_platform(found, arch, pin.reference)
     if not any(known.endswith(f"@{pin.digest}") for known in found.digests):
         raise LockError(
-            f"the engine holds another image than was pulled: {', '.join(found.digests)}",
-            where=pin.ref, hint="pull it by hand and see: docker pull " + pin.ref,
+            f"the engine has another image than the pinned one: {', '.join(found.digests)}",
+            where=pin.ref, hint="pull it by hand to see why: docker pull " + pin.ref,
             id="digest-mismatch",
         )  # fmt: skip
     return found
@@ -225,35 +207,35 @@ def _still_there(ctx: Context, pin: ImagePin) -> None:
         Registry(ctx, parse(pin.ref)).manifest(str(pin.digest))
     except LockError as error:
         raise LockError(
-            f"the registry no longer has what is pinned: {pin.ref}",
+            f"the registry no longer has the pinned image: {pin.ref}",
             where=f"pinned from {pin.reference}",
-            hint="move the pin with 'invoke lock --update', or take the image from another "
+            hint="move the pin with 'invoke lock --update', or copy the image from another "
             "machine: docker save, docker load",
             id=error.id,
         ) from None
     except HostError as error:
         if error.id != "registry-unreachable":
             raise
-        ctx.progress.say(f"not asked before the pull: {error.what}")
+        ctx.progress.say(f"could not check the registry before the pull: {error.what}")
 
 
 def _room(pin: ImagePin, root: str, host: str) -> None:
-    """See that the image fits on the engine's disk, where that disk is this machine's."""
+    """Check that the image fits on the engine's disk, if that disk is local."""
     if not host.startswith("unix://") or not os.path.isdir(root):
         return
     free, need = shutil.disk_usage(root).free, pin.size * UNPACKED
     if free < need:
         raise HostError(
-            f"the image does not fit: about {need:,} bytes are needed ({pin.size:,} packed, and "
-            f"unpacked), {free:,} are free",
+            f"not enough disk space for the image: about {need:,} bytes needed ({pin.size:,} "
+            f"packed, and unpacked), {free:,} free",
             where=root,
-            hint="see 'docker system df' and remove what nobody needs, or move the data root",
+            hint="free space ('docker system df' shows what uses it), or move the data root",
             id="disk-full",
         )
 
 
 def _pull(ctx: Context, pin: ImagePin, arch: str) -> ImageFacts:
-    """Pull, saying of each layer what becomes of it."""
+    """Pull and show progress by layers."""
     layers: dict[str, int] = {}
     with ctx.progress.bar(f"pull {pin.reference}", "B") as bar:
 
@@ -269,7 +251,7 @@ def _pull(ctx: Context, pin: ImagePin, arch: str) -> ImageFacts:
 
 
 def moved_tags(ctx: Context, lock: Lock) -> tuple[Drift, ...]:
-    """Which tags no longer mean what the lock says. Raises HostError, LockError."""
+    """List tags that moved since they were locked. Raises HostError, LockError."""
     found = []
     for role, by_arch in lock.images.items():
         for arch, pin in by_arch.items():
@@ -302,8 +284,8 @@ def pin_images(
 ) -> dict[str, dict[str, ImagePin]]:
     """Pin every image of a recipe, for every architecture that it names.
 
-    What is for another machine is pinned as well: one lock serves both. Raises what `pin_image`
-    raises, naming role and architecture.
+    Images for other machines are pinned as well: one lock serves all. Raises as `pin_image` does,
+    with role and architecture.
     """
     pins: dict[str, dict[str, ImagePin]] = {}
     for role, by_arch in images.items():

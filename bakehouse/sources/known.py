@@ -1,8 +1,8 @@
-"""Hashes of large files, remembered: hashing a model takes longer than looking at it.
+"""A cache of the hashes of large files: hashing a model takes long.
 
-A hash is believed while size, modification and change time (in nanoseconds), inode and device are
-what they were when the file was hashed. The modification time alone would not do: whoever writes
-into a file can set it back, `rsync --inplace --times` among others. Nobody can set the change time.
+A hash is valid while size, modification and change time (in nanoseconds), inode and device are
+unchanged. The modification time alone would not do: a writer can set it back, as
+`rsync --inplace --times` does. Nobody can set the change time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bakehouse.sources.together import Together, all_at_once
 from bakehouse.util.files import sha256_file, write_atomic
 
 SETTLED_NS = 50_000_000
-"""A file changed less than this before it was looked at may change again within one clock tick."""
+"""A file that changed less than this ago may change again within one clock tick."""
 
 
 def _note(places: Places, path: Path) -> Path:
@@ -42,7 +42,7 @@ def _identity(path: Path) -> dict[str, Any]:
 
 
 def remembered(places: Places, path: Path) -> str | None:
-    """The file's sha256, where it was hashed before and has not changed since."""
+    """Give the file's sha256 if it was hashed before and has not changed since."""
     try:
         note = json.loads(_note(places, path).read_bytes())
         sha256 = note.pop("sha256")
@@ -52,19 +52,19 @@ def remembered(places: Places, path: Path) -> str | None:
 
 
 def forget(places: Places, path: Path) -> None:
-    """Drop what is remembered of a path that is no longer used."""
+    """Drop the hash of a path that is no longer used."""
     _note(places, path).unlink(missing_ok=True)
 
 
 def known_sha256(ctx: Context, path: Path) -> str:
-    """The file's sha256; read only where it is not remembered."""
+    """Give the file's sha256; reads it only if the hash is not cached."""
     return known_sha256s(ctx, [path])[path]
 
 
 def known_sha256s(ctx: Context, paths: Sequence[Path], *, again: bool = False) -> dict[Path, str]:
-    """Several files' sha256, hashed on all cores at once where they are not remembered.
+    """Give several files' sha256, hashed on all cores if they are not cached.
 
-    `again` reads them whatever is remembered. Raises OSError for a file that cannot be read.
+    `again` reads them in any case. Raises OSError for a file that cannot be read.
     """
     found = {} if again else {p: sha for p in paths if (sha := remembered(ctx.places, p))}
     sizes = {path: path.stat().st_size for path in dict.fromkeys(paths) if path not in found}
@@ -91,7 +91,7 @@ def hash_now(ctx: Context, path: Path, on_bytes: Callable[[int, int | None], Non
 
 
 def hash_fetched(ctx: Context, path: Path, name: str) -> str:
-    """Hash a file that has just come, and remember it; a large one shows how far that is."""
+    """Hash a downloaded file and remember it; a large one shows progress."""
     size = path.stat().st_size
     bars = ctx.progress if size >= SHOWN else Silent()
     with bars.bar(f"hash {name}", "B") as bar:
@@ -99,7 +99,7 @@ def hash_fetched(ctx: Context, path: Path, name: str) -> str:
 
 
 def remember(ctx: Context, path: Path, sha256: str, before: dict[str, Any] | None = None) -> None:
-    """Remember a hash; not where the file changed while it was read, or only just now."""
+    """Store a hash, unless the file changed while it was read, or just now."""
     now = _identity(path)
     fresh = ctx.clock.now().timestamp() * 1e9 - now["ctime_ns"] < SETTLED_NS
     if before not in (None, now) or (before is not None and fresh):

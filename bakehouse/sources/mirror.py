@@ -1,8 +1,7 @@
-"""One bare mirror a repository, into which exact commits are fetched.
+"""A bare mirror for each repository, into which exact commits are fetched.
 
-A commit counts as present only under a ref of ours that was written after its fetch had ended and
-every object of its tree had been found. So a run that was killed in the middle leaves nothing that
-a later one trusts.
+A commit counts as present only under a ref of ours that is written after its fetch has ended and
+every object of its tree was found. So a run that is killed leaves nothing that a later one trusts.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound
@@ -23,8 +23,9 @@ from bakehouse.places import Places
 from bakehouse.ports.git import Git, GitFailed, check_url, foreign_owner
 from bakehouse.redact import clean
 from bakehouse.sources.files import guarded
-from bakehouse.util.retry import Retry, TransientError
+from bakehouse.util.retry import Retry, TransientError, retry
 
+T = TypeVar("T")
 COMMITS = "refs/bakehouse/commits"
 TREES = "refs/bakehouse/trees"
 REMOTE = "refs/bakehouse/remote"
@@ -64,14 +65,14 @@ _LOGIN = re.compile(
 
 
 def mirror_folder(places: Places, url: str) -> Path:
-    """Where a repository's mirror lies: a readable name and a hash of the URL."""
+    """Give the folder of a repository's mirror: a readable name and a hash of the URL."""
     tail = url.partition("://")[2].removesuffix("/").removesuffix(".git")
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", tail).strip("-.")[-60:].lstrip("-.")
     return places.git / f"{slug}-{hashlib.sha256(url.encode()).hexdigest()[:12]}.git"
 
 
 def tree_is_whole(git: Git, repository: Path, tree: str) -> bool:
-    """Whether a tree and everything below it is in a repository (submodules apart)."""
+    """Whether a tree and all objects below it are in a repository (without submodules)."""
     if not repository.is_dir():
         return False
     try:
@@ -82,28 +83,33 @@ def tree_is_whole(git: Git, repository: Path, tree: str) -> bool:
 
 
 def check_owner(repository: Path) -> None:
-    """Refuse a repository of another user: whoever owns it can change what git does in it.
+    """Refuse a repository of another user, who can change what git does in it.
 
-    Git looks at that itself only where it had to search for the repository.
+    Git checks that itself only if it had to search for the repository.
     """
     if repository.stat().st_uid != os.geteuid():
         raise foreign_owner(str(repository))
 
 
-def commit_is_ready(git: Git, repository: Path, commit: str) -> bool:
-    """Whether a commit was fetched to its end, and its tree is still whole."""
+def is_ready(git: Git, repository: Path, ref: str, target: str) -> bool:
+    """Whether our `ref` names a commit or tree that was completely fetched and is still whole."""
     if not repository.is_dir():
         return False
     check_owner(repository)
     try:
-        noted = git.object_id(repository, f"{COMMITS}/{commit}")
+        noted = git.object_id(repository, ref)
     except GitFailed:
         return False
-    return noted == commit and tree_is_whole(git, repository, f"{commit}^{{tree}}")
+    return noted == target and tree_is_whole(git, repository, f"{target}^{{tree}}")
+
+
+def commit_is_ready(git: Git, repository: Path, commit: str) -> bool:
+    """Whether a commit was fetched completely, and its tree is still whole."""
+    return is_ready(git, repository, f"{COMMITS}/{commit}", commit)
 
 
 def make_bare(ctx: Context, git: Git, repository: Path) -> None:
-    """Make an empty bare repository appear at once, whole; clear what a killed run left in it."""
+    """Make an empty bare repository, atomically; clean up what a killed run left in it."""
     if repository.is_dir():
         check_owner(repository)
     if repository.is_dir() and not _is_repository(git, repository):
@@ -115,7 +121,7 @@ def make_bare(ctx: Context, git: Git, repository: Path) -> None:
     new = repository.with_name(f".{repository.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     git.ask(None, "init", "--bare", "--quiet", "--template=", str(new))
-    # These attributes come before any in a tree: what comes out is what went in, byte for byte.
+    # These attributes override any in a tree: files come out as they went in, byte for byte.
     (new / "info").mkdir(exist_ok=True)
     (new / "info" / "attributes").write_text(
         "* -text -eol -ident -filter -working-tree-encoding -export-ignore -export-subst\n"
@@ -124,10 +130,10 @@ def make_bare(ctx: Context, git: Git, repository: Path) -> None:
 
 
 def set_aside(ctx: Context, repository: Path) -> None:
-    """Move a damaged repository out of the way. It is kept: it may hold the last copy there is."""
+    """Move a damaged repository aside. It is kept: it may be the last copy."""
     aside = repository.with_name(f"{repository.name}.damaged-{int(time.time())}")
     repository.rename(aside)
-    ctx.progress.say(f"the mirror was damaged; it is fetched anew (the old one: {aside})")
+    ctx.progress.say(f"the mirror was damaged; fetching it again (the old one: {aside})")
 
 
 def _is_repository(git: Git, repository: Path) -> bool:
@@ -138,9 +144,9 @@ def _is_repository(git: Git, repository: Path) -> bool:
 
 
 def _clear_leftovers(repository: Path) -> None:
-    """Remove git's own lock files and half packs; we hold the mirror's lock, so they are stale.
+    """Remove git's own lock files and partial packs; we hold the mirror's lock, so they are stale.
 
-    A git that a killed run had started may live on for some seconds until it is ended.
+    A git process of a killed run may live on for some seconds.
     """
     deadline = time.monotonic() + 5
     while (stale := [*repository.rglob("*.lock")]) and time.monotonic() < deadline:
@@ -153,11 +159,11 @@ def _clear_leftovers(repository: Path) -> None:
 
 
 def ensure_commit(ctx: Context, git: Git, url: str, commit: str, *, ref: str | None = None) -> Path:
-    """Have a commit and its whole tree in its mirror; no network where it is there already.
+    """Fetch a commit and its whole tree into its mirror, unless it is there already.
 
-    The commit is asked for by id. A host that gives out only what a ref points at is asked for the
-    ref, its branches, tags and pull requests in turn, until the commit is among them. Raises
-    LockError where it is in none of them, HostError where the host cannot be reached.
+    The commit is fetched by id. A host that serves only what a ref points at is asked for the ref,
+    its branches, tags and pull requests in turn, until the commit is among them. Raises LockError
+    if it is in none of them, HostError if the host cannot be reached.
     """
     check_url(url)
     repository = mirror_folder(ctx.places, url)
@@ -169,7 +175,7 @@ def ensure_commit(ctx: Context, git: Git, url: str, commit: str, *, ref: str | N
         try:
             _fetch_whole(ctx, git, repository, url, commit, ref)
         except _Damaged:
-            # What git believed to have, and therefore did not ask for, is not readable.
+            # Objects that git believed to have, and therefore did not fetch, cannot be read.
             set_aside(ctx, repository)
             _fetch_whole(ctx, git, repository, url, commit, ref)
     return repository
@@ -182,9 +188,9 @@ class _Damaged(HostError):
 def _fetch_whole(
     ctx: Context, git: Git, repository: Path, url: str, commit: str, ref: str | None
 ) -> None:
-    """Fetch a commit, see that its tree is whole, and only then note that it is there."""
+    """Fetch a commit, check that its tree is whole, and only then write our ref."""
     damaged = _Damaged(
-        "the repository's mirror is damaged, and fetching it anew did not mend that",
+        "the repository's mirror is damaged, and fetching it again did not fix that",
         where=str(repository),
         hint="check the disk, remove the mirror, and run it again",
         id="mirror-damaged",
@@ -196,9 +202,9 @@ def _fetch_whole(
         raise damaged if _DAMAGED.search(error.said) else explain(error, url) from error
     if tried is not None:
         raise LockError(
-            f"commit {commit} is not to be had from its repository",
+            f"commit {commit} not found in its repository",
             where=f"{url} (tried: {', '.join(tried)})",
-            hint="it may have been force-pushed away: find a mirror or fork that has it, "
+            hint="it may have been removed by a force push: find a mirror or fork that has it, "
             "or move the pin with 'invoke lock --update'",
             id="commit-gone",
         )
@@ -213,7 +219,7 @@ def _fetch_whole(
 def _fetch_commit(
     ctx: Context, git: Git, repository: Path, url: str, commit: str, ref: str | None
 ) -> list[str] | None:
-    """Fetch; None where the commit came, else the list of what was tried. Raises GitFailed."""
+    """Fetch; None on success, else the list of what was tried. Raises GitFailed."""
     tried = ["by id"]
     try:
         fetch(ctx, git, repository, url, "--depth=1", commit)
@@ -237,12 +243,12 @@ def _fetch_commit(
 
 
 def whole_history(git: Git, repository: Path) -> tuple[str, ...]:
-    """What a fetch needs so that it is not cut off where an earlier shallow one was."""
+    """Give the flags with which a fetch is not cut off where an earlier shallow one was."""
     return () if has_whole_history(git, repository) else ("--unshallow",)
 
 
 def has_whole_history(git: Git, repository: Path) -> bool:
-    """Whether no fetch into this repository was shallow: else commits cannot be counted."""
+    """Whether the repository is not shallow: else commits cannot be counted."""
     return git.ask(repository, "rev-parse", "--is-shallow-repository").strip() == "false"
 
 
@@ -253,39 +259,28 @@ def _has_commit(git: Git, repository: Path, commit: str) -> bool:
         return False
 
 
-def retrying(ctx: Context) -> Callable[..., Any]:
-    """Give a caller of git that tries again while a host is busy or out of reach.
+def retry_git(ctx: Context, url: str, call: Callable[[], T]) -> T:
+    """Call git, again if a host is busy or cannot be reached. Raises GitFailed."""
 
-    It raises GitFailed.
-    """
+    def transient(error: Exception) -> TransientError | None:
+        found = isinstance(error, GitFailed) and _TRANSIENT.search(error.said)
+        return TransientError(f"git: {clean(found[0], one_line=True)}") if found else None
 
-    def call(job: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        def once() -> Any:
-            try:
-                return job(*args, **kwargs)
-            except GitFailed as error:
-                if not _TRANSIENT.search(error.said):
-                    raise
-                raise TransientError(f"git: {error.first()}") from error
-
-        try:
-            return Retry(ctx.clock.sleep, attempts=ATTEMPTS, say=ctx.progress.say).call(once)
-        except TransientError as error:
-            raise (error.__cause__ or error) from None
-
-    return call
+    policy = Retry(ctx.clock.sleep, attempts=ATTEMPTS, say=ctx.progress.say, where=url)
+    return retry(call, transient, policy)
 
 
 def fetch(ctx: Context, git: Git, repository: Path, url: str, *arguments: str) -> None:
-    """Fetch into a mirror; transient failures are retried. Raises GitFailed."""
+    """Fetch into a mirror, with retries. Raises GitFailed."""
     with ctx.progress.bar(f"fetch {url}") as bar:
-        retrying(ctx)(
+        call = partial(
             git.run,
             repository, "fetch", "--no-tags", "--no-write-fetch-head", "--no-auto-gc", "--progress",
             *arguments[:-1], "--", url, arguments[-1],
             url=url,
             on_line=_show_percent(bar.update),
         )  # fmt: skip
+        retry_git(ctx, url, call)
 
 
 def _show_percent(update: Callable[[float, float | None, str], None]) -> Callable[[str], None]:
@@ -297,27 +292,27 @@ def _show_percent(update: Callable[[float, float | None, str], None]) -> Callabl
 
 
 def explain(error: GitFailed, url: str) -> BakehouseError:
-    """Tell apart: gone, needs a login, cannot be reached, not git at all."""
+    """Explain a failed fetch: gone, login needed, unreachable, or not git."""
     first = error.first()
     if _GONE.search(error.said):
         return NotFound(
-            "there is no such repository, or it is private",
+            "repository not found, or it is private",
             where=f"{url}: {first}",
-            hint="see that the URL is right; for a private repository use ssh and its agent",
+            hint="check the URL; for a private repository use ssh and its agent",
             id="repository-gone",
         )
     if _LOGIN.search(error.said):
         return HostError(
-            "the repository wants a login, or says no to yours",
+            "the repository requires a login, or rejected yours",
             where=f"{url}: {first}",
-            hint="see that the URL is right; for a private repository use ssh and its agent",
+            hint="check the URL; for a private repository use ssh and its agent",
             id="repository-login",
         )
     if _NOT_GIT.search(error.said):
         return HostError(
-            "what answers there does not speak git (a login page, perhaps)",
+            "not a git repository (perhaps a login page)",
             where=f"{url}: {first}",
-            hint="see that the URL is right and that no portal or proxy stands before it",
+            hint="check the URL, and that no login page or proxy stands before it",
             id="not-git",
         )
     return HostError(

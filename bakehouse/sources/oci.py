@@ -1,162 +1,167 @@
-"""Container registries: what a reference means there, asked without pulling anything.
+"""Registry client: resolve references without pulling anything.
 
-The registry's API is the OCI distribution specification, 1.1; tokens are fetched as the
-`WWW-Authenticate` header of a 401 says. Everything named by a digest is hashed before it counts.
+The API is the OCI distribution specification, 1.1; tokens come from the realm in the
+`WWW-Authenticate` header of a 401. Everything named by a digest is hashed before it is used.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote, urlencode
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError
 from bakehouse.ports.docker import Credentials
-from bakehouse.ports.docker_engine import registry_of
 from bakehouse.ports.http import Reply, Unreachable, is_loopback
+from bakehouse.recipe.references import Reference
 from bakehouse.redact import clean
-from bakehouse.util.retry import BUSY, Retry, TransientError, retry_after
+from bakehouse.util.retry import BUSY, Retry, TransientError, retry, retry_after
 
-INDEX_TYPES = (
-    "application/vnd.oci.image.index.v1+json",
-    "application/vnd.docker.distribution.manifest.list.v2+json",
+ACCEPT = (
+    "application/vnd.oci.image.index.v1+json, application/vnd.oci.image.manifest.v1+json, "
+    "application/vnd.docker.distribution.manifest.list.v2+json, "
+    "application/vnd.docker.distribution.manifest.v2+json"
 )
-MANIFEST_TYPES = (
-    "application/vnd.oci.image.manifest.v1+json",
-    "application/vnd.docker.distribution.manifest.v2+json",
-)
-ACCEPT = ", ".join((*INDEX_TYPES, *MANIFEST_TYPES))
 ATTEMPTS = 4
 MAX_MANIFEST = 8 * 2**20
-LONGEST_WAIT_S = 30.0
+MAX_WAIT_S = 30.0
+"""A registry that asks for a longer pause is not waited for."""
 ONCE_S = 30.0
-"""One try of a question, to the last byte, in seconds."""
+"""Seconds for one attempt of a request, to the last byte."""
 QUESTION_S = 60.0
-"""One question with its token and all its tries, in seconds; pauses between them not counted."""
+"""Seconds for one request with its token and all its attempts, without the pauses."""
 ALL_S = 300.0
-"""All questions about one image, in seconds: a registry that drips answers each a little late."""
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+"""Seconds for all requests about one image: a slow registry answers each a little late."""
+Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A reference, taken apart: `docker.io/library/debian:13`."""
+class _Document(BaseModel):
+    """A document of a registry: keys that nobody reads may be there, and may be anything."""
 
-    registry: str
-    repository: str
-    tag: str | None
-    digest: str | None
-
-    @property
-    def name(self) -> str:
-        """Registry and repository."""
-        return f"{self.registry}/{self.repository}"
-
-    @property
-    def wanted(self) -> str:
-        """What the registry is asked for: the digest where there is one."""
-        return self.digest or self.tag or "latest"
+    model_config = ConfigDict(frozen=True, strict=True)
 
 
-def parse(text: str) -> Reference:
-    """Take a reference apart, as Docker does where no registry is named."""
-    rest, _, digest = text.partition("@")
-    registry = registry_of(rest)
-    path = rest.removeprefix(f"{registry}/")
-    path, colon, tag = path.partition(":")
-    if registry in ("docker.io", "index.docker.io"):
-        registry = "docker.io"
-        path = path if "/" in path else f"library/{path}"
-    return Reference(registry, path, tag if colon else None, digest or None)
+class Blob(_Document):
+    """A blob by its digest. Size in bytes."""
+
+    digest: Digest
+    size: int = Field(ge=0)
 
 
-@dataclass(frozen=True)
-class Blob:
-    """Something in a registry by content. Size in bytes."""
+class Platform(_Document):
+    """The platform of an image in an index."""
 
-    digest: str
-    size: int
+    os: str | None = None
+    architecture: str | None = None
+    variant: str | None = None
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """An image or an index as the registry has it."""
+class IndexEntry(_Document):
+    """An image in an index."""
 
-    digest: str
-    kind: str
-    data: dict[str, Any]
+    digest: Digest
+    platform: Platform | None = None
 
-    @property
-    def is_index(self) -> bool:
-        """Whether it lists platforms."""
-        return self.kind in INDEX_TYPES or "manifests" in self.data
 
-    def layers(self) -> tuple[Blob, ...]:
-        """The layers of an image."""
-        return tuple(Blob(str(d["digest"]), int(d["size"])) for d in self.data["layers"])
+class Manifest(_Document):
+    """A manifest of schema 2: an index of images by platform, or an image."""
+
+    schema_version: Literal[2] = Field(alias="schemaVersion")
+    manifests: list[IndexEntry] | None = None
+    config: Blob | None = None
+    layers: list[Blob] | None = None
+    digest: str = ""
+    """Of the document itself."""
+
+
+class ImageRun(_Document):
+    """How an image runs. `entrypoint` and `cmd` are lists or words; anything else is ignored."""
+
+    entrypoint: Any = Field(default=None, alias="Entrypoint")
+    cmd: Any = Field(default=None, alias="Cmd")
+    user: str | None = Field(default=None, alias="User")
+    workdir: str | None = Field(default=None, alias="WorkingDir")
+    labels: dict[str, str] | None = Field(default=None, alias="Labels")
+
+
+class ImageConfig(_Document):
+    """An image's configuration."""
+
+    os: str | None = None
+    architecture: str | None = None
+    created: str | None = None
+    config: ImageRun | None = None
+
+
+class _Busy(Exception):
+    """The registry asks for patience."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply.status)
+        self.reply = reply
 
 
 class Registry:
-    """One repository of one registry. Make one for each task: it remembers its token."""
+    """One repository of one registry. Make one for each task: it keeps its token."""
 
     def __init__(self, ctx: Context, reference: Reference) -> None:
         self._ctx = ctx
         self._at = reference
         self._authorization: str | None = None
         self._asked_s = 0.0
-        """What all answers together took so far, in seconds."""
+        """Seconds that all answers took so far."""
         self._until = 0.0
         host = {"docker.io": "registry-1.docker.io"}.get(reference.registry, reference.registry)
-        self._base = f"{_scheme(host)}://{host}/v2/{quote(reference.repository)}"
+        scheme = "http" if is_loopback(f"http://{host}") else "https"
+        self._base = f"{scheme}://{host}/v2/{quote(reference.repository)}"
 
     def manifest(self, wanted: str) -> Manifest:
-        """Read a manifest by tag or digest. Raises LockError (there is none), HostError."""
+        """Read a manifest by tag or digest. Raises LockError (not found), HostError."""
         reply = self._ask("GET", f"manifests/{wanted}")
         where = f"{self._at.name}, {clean(wanted)}"
         if reply.status == 404:
             raise missing(where, wanted, _code(reply))
-        digest = f"sha256:{hashlib.sha256(reply.body).hexdigest()}"
+        digest = _digest(reply.body)
         announced = _header(reply, "docker-content-digest") or digest
         if digest != (wanted if wanted.startswith("sha256:") else announced):
-            raise LockError(
-                f"the registry gives another manifest than it says: {digest}",
-                where=where, hint="see what stands between here and the registry",
-                id="digest-mismatch",
-            )  # fmt: skip
-        data = decoded(reply.body)
-        if not isinstance(data, dict) or not _is_whole(data):
+            raise _mismatch("manifest", where)
+        found = _parse(Manifest, reply.body)
+        if found is None or not (
+            found.manifests is not None or (found.config and found.layers is not None)
+        ):
             raise HostError(
-                "the registry's answer is no image of today's kind", where=where, id="registry",
-                hint="images of schema 1 are too old for any engine of today",
+                "unsupported manifest (schema 1)", where=where, id="registry",
+                hint="only image manifests of schema 2 can be run",
             )  # fmt: skip
-        kind = str(data.get("mediaType") or _header(reply, "content-type"))
-        return Manifest(digest, kind.partition(";")[0].strip(), data)
+        return found.model_copy(update={"digest": digest})
 
-    def blob(self, blob: Blob) -> bytes:
-        """Read a small blob, such as an image's configuration."""
+    def config(self, blob: Blob) -> ImageConfig:
+        """Read an image's configuration. Raises LockError, HostError."""
         reply = self._ask("GET", f"blobs/{blob.digest}")
+        where = f"{self._at.name}, {blob.digest}"
         if reply.status == 404:
             raise missing(self._at.name, blob.digest, "")
-        if f"sha256:{hashlib.sha256(reply.body).hexdigest()}" != blob.digest:
-            raise LockError(
-                "the registry's content is not what its digest says",
-                where=f"{self._at.name}, {blob.digest}", id="digest-mismatch",
-                hint="see what stands between here and the registry",
-            )  # fmt: skip
-        return reply.body
+        if _digest(reply.body) != blob.digest:
+            raise _mismatch("blob", where)
+        if found := _parse(ImageConfig, reply.body):
+            return found
+        raise HostError(
+            "invalid image configuration", where=where, id="registry",
+            hint="check for a proxy before the registry, or report it to the publisher",
+        )  # fmt: skip
 
     def has(self, blob: Blob) -> bool:
-        """Whether the registry still holds a blob."""
+        """Whether the registry still has a blob."""
         return self._ask("HEAD", f"blobs/{blob.digest}").status != 404
 
     def _ask(self, method: str, path: str) -> Reply:
-        """Ask, with a token once the registry wants one. 200 and 404 are given back."""
+        """Ask, with a token if the registry needs one; give the reply if it is 200 or 404."""
         self._until = min(self._asked_s + QUESTION_S, ALL_S)
         reply = self._send(method, f"{self._base}/{path}", self._authorization)
         if reply.status == 401 and self._authorization is None:
@@ -180,8 +185,8 @@ class Registry:
         realm = fields.pop("realm", "")
         if kind.lower() != "bearer" or not (realm.startswith("https://") or is_loopback(realm)):
             raise HostError(
-                "the registry asks for a login of a kind that is not known", where=self._at.name,
-                id="registry", hint="see that no portal stands before the registry",
+                "the registry uses an unsupported kind of login", where=self._at.name,
+                id="registry", hint="check that no login page stands before the registry",
             )  # fmt: skip
         query = {name: fields[name] for name in ("service", "scope") if name in fields}
         query.setdefault("scope", f"repository:{self._at.repository}:pull")
@@ -206,36 +211,40 @@ class Registry:
             headers["Authorization"] = authorization
 
         def once() -> Reply:
-            try:
-                reply = self._once(method, url, headers)
-            except Unreachable as error:
-                near = error.refused and is_loopback(url)
-                raise TransientError(error.why, nobody_listens=near) from error
+            reply = self._once(method, url, headers)
             if reply.status in BUSY:
-                after = retry_after(reply.headers)
-                raise TransientError(f"it answers {reply.status}", after, reply=reply)
+                raise _Busy(reply)
             return reply
 
-        retry = Retry(
-            self._ctx.clock.sleep, attempts=ATTEMPTS, longest_wait=LONGEST_WAIT_S,
-            say=lambda text: self._ctx.progress.say(f"the registry: {text}"),
-            where=self._at.name, out_of_time=lambda: self._asked_s >= self._until,
+        def transient(error: Exception) -> TransientError | None:
+            if isinstance(error, _Busy):
+                after = retry_after(error.reply.headers)
+                return TransientError(f"the registry: it answered {error.reply.status}", after)
+            if isinstance(error, Unreachable):
+                near = error.refused and is_loopback(url)
+                return TransientError(f"the registry: {error.why}", nobody_listens=near)
+            return None
+
+        policy = Retry(
+            self._ctx.clock.sleep, attempts=ATTEMPTS, longest_wait=MAX_WAIT_S,
+            say=self._ctx.progress.say, where=self._at.name,
+            out_of_time=lambda: self._asked_s >= self._until,
         )  # fmt: skip
         try:
-            return retry.call(once)
-        except TransientError as error:
-            if isinstance(error.reply, Reply):
-                return error.reply
+            return retry(once, transient, policy)
+        except _Busy as error:
+            return error.reply
+        except Unreachable as error:
             raise HostError(
-                f"the registry cannot be reached: {error.reason}", where=self._at.name,
+                f"the registry cannot be reached: {error.why}", where=self._at.name,
                 hint="check the network, then run it again", id="registry-unreachable",
             ) from error  # fmt: skip
 
     def _once(self, method: str, url: str, headers: dict[str, str]) -> Reply:
-        """Ask once, in what is left of the time. Raises Unreachable."""
+        """Ask once, in the time that is left. Raises Unreachable."""
         left = min(ONCE_S, self._until - self._asked_s)
         if left <= 0:
-            raise Unreachable("it answers too slowly: the time for all questions is up")
+            raise Unreachable("it answers too slowly: the time for all requests is up")
         began = self._ctx.clock.monotonic()
         try:
             return self._ctx.http.ask(
@@ -245,40 +254,26 @@ class Registry:
             self._asked_s += self._ctx.clock.monotonic() - began
 
 
-def decoded(body: bytes) -> Any:
-    """Read JSON that somebody else wrote; None for what is none, or is nested without end."""
+D = TypeVar("D", bound=_Document)
+
+
+def _parse(kind: type[D], body: bytes) -> D | None:
+    """Parse and check a document; None if it is not one."""
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
+        return kind.model_validate_json(body)
+    except ValueError:
         return None
 
 
-def _is_whole(data: dict[str, Any]) -> bool:
-    """Whether an index or a manifest holds all that is read of it, each as what it has to be."""
-    if data.get("schemaVersion") != 2:
-        return False
-    if (listed := data.get("manifests")) is not None:
-        return isinstance(listed, list) and all(
-            isinstance(e, dict) and isinstance(e.get("platform", {}), dict) and _is_digest(e)
-            for e in listed
-        )
-    layers = data.get("layers")
-    return isinstance(layers, list) and all(map(_is_blob, (data.get("config"), *layers)))
+def _digest(body: bytes) -> str:
+    return f"sha256:{hashlib.sha256(body).hexdigest()}"
 
 
-def _is_digest(entry: dict[str, Any]) -> bool:
-    return bool(_DIGEST.fullmatch(str(entry.get("digest"))))
-
-
-def _is_blob(entry: object) -> bool:
-    if not isinstance(entry, dict) or not _is_digest(entry):
-        return False
-    size = entry.get("size")
-    return isinstance(size, int) and not isinstance(size, bool) and size >= 0
-
-
-def _scheme(host: str) -> str:
-    return "http" if is_loopback(f"http://{host}") else "https"
+def _mismatch(what: str, where: str) -> LockError:
+    return LockError(
+        f"the {what} does not match its digest", where=where, id="digest-mismatch",
+        hint="check for a proxy between here and the registry",
+    )  # fmt: skip
 
 
 def _basic(known: Credentials) -> str:
@@ -291,7 +286,7 @@ def _header(reply: Reply, name: str) -> str | None:
 
 
 def _code(reply: Reply) -> str:
-    """The registry's own word for what is wrong."""
+    """Give the registry's own error code."""
     try:
         return str(reply.json()["errors"][0]["code"])
     except (ValueError, KeyError, IndexError, TypeError):
@@ -299,30 +294,30 @@ def _code(reply: Reply) -> str:
 
 
 def missing(where: str, wanted: str, code: str) -> LockError:
-    """Make the error for what a registry does not have."""
+    """Make the error for a missing repository, tag or digest."""
     if code == "NAME_UNKNOWN":
         return LockError(
             "the registry has no such repository, or it is private", where=where,
-            hint="see that the name is right; for a private one: docker login",
+            hint="check the name; for a private one: docker login",
             id="image-unknown",
         )  # fmt: skip
     kind = "digest" if wanted.startswith("sha256:") else "tag"
     return LockError(
         f"the registry has no such {kind}: manifest unknown", where=where,
-        hint="tags and digests vanish when registries are cleaned up: name another one in the "
+        hint="tags and digests vanish when registries are cleaned up: use another one in the "
         "recipe, or keep images that you need in a registry of your own",
         id="manifest-unknown",
     )  # fmt: skip
 
 
 def unauthorised(where: str, *, known: bool) -> HostError:
-    """Make the error for a login that is missing or does not do."""
+    """Make the error for a login that is missing or rejected."""
     return HostError(
-        "the registry does not let this account read the image, or does not have it"
+        "the registry denies this account access to the image, or does not have it"
         if known
-        else "the registry wants a login to read the image, or does not have it",
+        else "the registry requires a login for this image, or does not have it",
         where=where,
-        hint="see that the name is right; then: docker login " + where.partition("/")[0],
+        hint="check the name; then: docker login " + where.partition("/")[0],
         id="registry-unauthorised",
     )
 
@@ -334,12 +329,12 @@ def _refused(reply: Reply, where: str) -> BakehouseError:
         told = _header(reply, "retry-after")
         wait = f"wait {clean(told)} seconds" if told else "wait a while"
         return HostError(
-            "the registry has had too many requests from here (429)", where=where,
+            "too many requests to the registry (429)", where=where,
             hint=f"{wait}, or log in with 'docker login': accounts have higher limits",
             id="registry-limit",
         )  # fmt: skip
     code = clean(_code(reply))
     return HostError(
-        f"the registry answers {reply.status}{f' ({code})' if code else ''}", where=where,
+        f"the registry answered {reply.status}{f' ({code})' if code else ''}", where=where,
         hint="wait a while and run it again", id="registry",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Weights of a recipe pinned: which files a name means today, with their sizes and hashes."""
+"""Pin a recipe's weights: which files a name means today, with sizes and hashes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from bakehouse.redact import clean
 from bakehouse.sources import hub
 from bakehouse.sources.choice import WEIGHTS, check_name, check_weights, choose
 from bakehouse.sources.files import guarded
-from bakehouse.sources.hublogin import must_be_online
 from bakehouse.sources.known import known_sha256s
 from bakehouse.sources.registry import fetch_file
 from bakehouse.sources.weights import (
@@ -52,24 +51,24 @@ def pin_weights(
     if weights.sha256 and [file.sha256 for file in pin.files] != [weights.sha256]:
         found = ", ".join(f"{file.path} is {file.sha256}" for file in pin.files)
         raise LockError(
-            f"the {role} is not the one that the recipe names: sha256 {weights.sha256} expected",
+            f"the {role} is not the one in the recipe: expected sha256 {weights.sha256}",
             where=f"{pin.origin}: {found}",
-            hint="see which of the two is right; a sha256 belongs to one single file",
+            hint="check which of the two is right; a sha256 is for a single file",
             id="weights-changed",
         )
     return pin
 
 
 def look_first(ctx: Context, folder: Path, weights: Weights) -> None:
-    """See what costs nothing to see, before the sources are fetched and unpacked.
+    """Check what costs nothing, before the sources are fetched and unpacked.
 
-    Raises LockError, NotFound or CheckpointError for local files, UsageError for a hub's address.
+    Raises LockError, NotFound or CheckpointError for local files, UsageError for HF_ENDPOINT.
     """
     if weights.path is not None:
         _local(folder, weights)
     elif weights.hub is not None:
         where = f"{hub.endpoint(ctx.environment)}/{weights.hub}"
-        must_be_online(ctx.environment, "what it lists, which a lock pins", where)
+        hub.must_be_online(ctx.environment, "the list of files that a lock pins", where)
 
 
 def _pin_local(ctx: Context, folder: Path, weights: Weights) -> WeightPin:
@@ -78,7 +77,7 @@ def _pin_local(ctx: Context, folder: Path, weights: Weights) -> WeightPin:
 
 
 def _local(folder: Path, weights: Weights) -> tuple[str, Path, list[str]]:
-    """Origin, folder and names of a user's own files, their headers checked."""
+    """Find a user's own files and check their headers; give origin, folder and names."""
     origin = str(weights.path)
     path = Path(os.path.abspath(folder / Path(os.path.expanduser(origin))))
     if (path / "snapshots").is_dir() and (path / "blobs").is_dir():
@@ -86,7 +85,7 @@ def _local(folder: Path, weights: Weights) -> tuple[str, Path, list[str]]:
         raise LockError(
             "this is a whole repository in the Hugging Face cache, not a model at one revision",
             where=str(path),
-            hint=f"name one of its snapshots: {', '.join(found[:4]) or 'there is none'}",
+            hint=f"name one of its snapshots: {', '.join(found[:4]) or 'none found'}",
             id="weights-missing",
         )
     if path.is_dir():
@@ -108,7 +107,7 @@ def _local(folder: Path, weights: Weights) -> tuple[str, Path, list[str]]:
         )
     else:
         raise LockError(
-            "the weights are not there",
+            "the weights were not found",
             where=str(path),
             hint="paths are relative to the recipe",
             id="weights-missing",
@@ -140,7 +139,7 @@ def _pin_hub(ctx: Context, weights: Weights) -> WeightPin:
             raise LockError(
                 f"'{clean(name)}' is empty in the repository",
                 where=where,
-                hint="an upload that failed; take another revision",
+                hint="a failed upload; use another revision",
                 id="weights-missing",
             )
         if file.sha256 and file.size is not None:
@@ -153,7 +152,7 @@ def _pin_hub(ctx: Context, weights: Weights) -> WeightPin:
 
 
 def _check_index(ctx: Context, listing: hub.HubListing, chosen: Sequence[str], where: str) -> None:
-    """See that every shard which an index names is listed, and is meant. Raises LockError."""
+    """Check that every shard in an index is listed and selected. Raises LockError."""
     listed = {file.path for file in listing.files}
     folders = {PurePosixPath(n).parent for n in chosen if n.endswith(".safetensors")}
     for path in (folder / INDEX for folder in sorted(folders)):
@@ -165,12 +164,12 @@ def _check_index(ctx: Context, listing: hub.HubListing, chosen: Sequence[str], w
             continue  # the same weights under other names, such as consolidated.safetensors
         lacking = sorted(named - listed) or sorted(named - set(chosen))
         if lacking:
-            there = "left out by the glob" if set(lacking) <= listed else "not in the repository"
+            there = "not matched by the glob" if set(lacking) <= listed else "not in the repository"
             shown = ", ".join(clean(name) for name in lacking[:6])
             raise LockError(
-                f"{len(lacking)} of {len(named)} shards that the index names are {there}: {shown}",
+                f"{len(lacking)} of {len(named)} shards in the index are {there}: {shown}",
                 where=where,
-                hint="a model is loaded whole: widen the glob, or take another revision",
+                hint="a model is loaded whole: widen the glob, or use another revision",
                 id="weights-shards",
             )
 
@@ -214,7 +213,7 @@ def _pin_url(ctx: Context, weights: Weights, before: WeightPin | None) -> Weight
 
 @contextmanager
 def _staging(ctx: Context, key: str) -> Iterator[Path]:
-    """A folder beside the weights, gone afterwards; those of killed runs go as well."""
+    """Make a folder beside the weights and remove it afterwards, with those of killed runs."""
     home = ctx.places.weights / f".staging-{key[:32]}"
     with guarded(ctx, home.with_suffix(".lock"), "the weights"):
         shutil.rmtree(home, ignore_errors=True)
@@ -226,7 +225,7 @@ def _staging(ctx: Context, key: str) -> Iterator[Path]:
 
 
 def _settle(ctx: Context, staging: Path, names: Sequence[str]) -> tuple[FilePin, ...]:
-    """Check staged files, hash them, and move them to where their pins say that they lie."""
+    """Check staged files, hash them, and move them to the folder of their pins."""
     check_headers([staging / name for name in names])
     pins = _hashes(ctx, staging, names)
     target = folder_of(ctx.places, pins)

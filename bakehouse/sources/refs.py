@@ -1,8 +1,9 @@
-"""What the refs of a repository point at, and what an abbreviated commit means in one."""
+"""Resolve the refs of a repository, and abbreviated commits."""
 
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from bakehouse.context import Context
 from bakehouse.errors import HostError, LockError, UsageError
@@ -15,26 +16,25 @@ from bakehouse.sources.mirror import (
     fetch,
     make_bare,
     mirror_folder,
-    retrying,
+    retry_git,
     whole_history,
 )
 
 
 def remote_refs(ctx: Context, git: Git, url: str, *patterns: str) -> dict[str, str]:
-    """Ref names of a remote and the commits that they point at, annotated tags followed."""
+    """List a remote's refs and their commits, annotated tags followed. Raises HostError."""
     check_url(url)
     try:
         peeled = [f"{pattern}^{{}}" for pattern in patterns]
-        out = retrying(ctx)(
-            git.ask, None, "ls-remote", "--", url, "HEAD", *patterns, *peeled, url=url
-        )
+        names = ("HEAD", *patterns, *peeled)
+        out = retry_git(ctx, url, partial(git.ask, None, "ls-remote", "--", url, *names, url=url))
     except GitFailed as error:
         raise explain(error, url) from error
     if not out.strip():
         raise HostError(
-            "what answers there has no refs at all: an empty repository, or a web page",
+            "no refs found: an empty repository, or a web page",
             where=url,
-            hint="see that the URL is right and that no portal or proxy stands before it",
+            hint="check the URL, and that no login page or proxy stands before it",
             id="not-git",
         )
     refs: dict[str, str] = {}
@@ -46,14 +46,14 @@ def remote_refs(ctx: Context, git: Git, url: str, *patterns: str) -> dict[str, s
 
 
 def find_ref(ctx: Context, git: Git, url: str, ref: str) -> tuple[str, str]:
-    """Give the full name of a ref and the commit that it points at now.
+    """Resolve a ref: give its full name and its commit.
 
-    `ref` is a branch, a tag, `pull/N/head` or a name from `refs/` on. Raises LockError where the
-    remote has none of that name, or a branch and a tag that differ.
+    `ref` is a branch, a tag, `pull/N/head` or a name from `refs/` on. Raises LockError if there is
+    none of that name, or a branch and a tag that differ; UsageError, HostError.
     """
     unfit = re.search(r"[\s~^:?*\[\\\x00-\x1f\x7f]|\.\.|@\{|//", ref)
     if unfit or ref.startswith(("-", "/")) or ref.endswith(("/", ".lock", ".")):
-        raise UsageError(f"'{clean(ref)}' cannot be the name of a ref", hint="name a branch or tag")
+        raise UsageError(f"'{clean(ref)}' is not a valid ref name", hint="give a branch or tag")
     names = [ref] if ref.startswith("refs/") else [
         f"refs/heads/{ref}", f"refs/tags/{ref}", f"refs/{ref}",
     ]  # fmt: skip
@@ -63,7 +63,7 @@ def find_ref(ctx: Context, git: Git, url: str, ref: str) -> tuple[str, str]:
         raise LockError(
             f"the repository has no branch or tag '{ref}'",
             where=url,
-            hint="see that the name is right; it may have been deleted or renamed",
+            hint="check the name; it may have been deleted or renamed",
             id="ref-gone",
         )
     if len(set(found.values())) > 1:
@@ -80,7 +80,7 @@ def find_ref(ctx: Context, git: Git, url: str, ref: str) -> tuple[str, str]:
 def find_short(ctx: Context, git: Git, url: str, ref: str, short: str) -> str:
     """Resolve an abbreviated commit among those that `ref` (a full name) reaches.
 
-    Raises LockError where none or several fit.
+    Raises LockError if none or several match, HostError.
     """
     repository = mirror_folder(ctx.places, url)
     with guarded(ctx, repository.with_suffix(".lock"), f"the mirror of {url}"):
@@ -105,6 +105,6 @@ def find_short(ctx: Context, git: Git, url: str, ref: str, short: str) -> str:
     raise LockError(
         f"{short} is ambiguous in {ref}: {shown}",
         where=url,
-        hint="give more digits of the one that is meant",
+        hint="give more digits",
         id="commit-ambiguous",
     )

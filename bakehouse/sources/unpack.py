@@ -1,4 +1,8 @@
-"""Archives taken apart safely: nothing leaves the folder, nothing special is made, size bounded."""
+"""Unpack archives safely: nothing leaves the folder, no special files, bounded size.
+
+tarfile's data filter is not enough: it knows no zip, no size limit, no `.git` and no names that
+differ in case only, and it refuses links outside the folder that is used.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,10 @@ LATEST_DATE = 2**32 - 1
 
 @dataclass(frozen=True)
 class Entry:
-    """One member of an archive. `kind` is `file`, `folder`, `symlink`, `hardlink` or a word."""
+    """One member of an archive. `kind`: `file`, `folder`, `symlink`, `hardlink` or what else it is.
+
+    `date` in seconds since 1970.
+    """
 
     name: str
     kind: str
@@ -43,18 +50,18 @@ class Entry:
 
 
 def refuse(archive: Path, why: str) -> LockError:
-    """Make the error for an archive that cannot be used as it is."""
+    """Make the error for an archive that cannot be used."""
     return LockError(
-        f"the archive is refused: {clean(why, one_line=True)}",
+        f"unsafe or damaged archive: {clean(why, one_line=True)}",
         where=str(archive),
-        hint="its content is what is pinned: use another archive of the same source",
+        hint="its content is pinned, so it cannot be repaired: use another archive of this source",
         id="archive",
     )
 
 
 @dataclass
 class _Unpacking:
-    """What has been unpacked so far, to see collisions and to stop a bomb."""
+    """What was unpacked so far, to detect name collisions and archive bombs."""
 
     archive: Path
     target: Path
@@ -64,7 +71,7 @@ class _Unpacking:
     total: int = 0
 
     def take(self, entry: Entry) -> None:
-        """Put one member on disk."""
+        """Write one member to disk. Raises LockError."""
         name = self.safe_name(entry.name)
         if not name:
             return
@@ -73,9 +80,9 @@ class _Unpacking:
             return
         self.enter(name.rpartition("/")[0])
         if name in self.kinds:
-            raise refuse(self.archive, f"it holds '{name}' twice")
+            raise refuse(self.archive, f"it contains '{name}' twice")
         if len(self.kinds) >= MAX_FILES:
-            raise refuse(self.archive, f"it holds more than {MAX_FILES:,} files")
+            raise refuse(self.archive, f"it contains more than {MAX_FILES:,} files")
         self.note(name, entry.kind)
         self.dates[name] = min(max(entry.date, 0), LATEST_DATE)
         path = self.target / name
@@ -84,7 +91,7 @@ class _Unpacking:
             path.chmod(0o755 if entry.executable else 0o644)
         elif entry.kind == "symlink":
             if not entry.link or len(entry.link.encode()) > MAX_LINK_BYTES or "\0" in entry.link:
-                raise refuse(self.archive, f"the link '{name}' has no usable target")
+                raise refuse(self.archive, f"the link '{name}' has no valid target")
             path.symlink_to(entry.link)
         elif entry.kind == "hardlink":
             self.link(self.safe_name(entry.link), name, path)
@@ -92,14 +99,14 @@ class _Unpacking:
             raise refuse(self.archive, f"'{name}' is {entry.kind}")
 
     def safe_name(self, name: str) -> str:
-        """The member's path without `./`; empty for the root; an error for one that leaves."""
+        """Give a member's path without `./`; empty for the root. Raises LockError."""
         if re.search(r"[\x00-\x1f\x7f\\]", name) or name.startswith("/") or name[1:2] == ":":
-            raise refuse(self.archive, f"'{name}' is not a plain relative path")
+            raise refuse(self.archive, f"'{name}' is not a relative path")
         parts = [part for part in name.split("/") if part not in ("", ".")]
         if ".." in parts:
-            raise refuse(self.archive, f"'{name}' leads out of it")
+            raise refuse(self.archive, f"'{name}' leaves the folder")
         if any(_is_git_folder(part) for part in parts):
-            raise refuse(self.archive, f"'{name}' would be git's own data")
+            raise refuse(self.archive, f"'{name}' would be a .git folder")
         joined = "/".join(parts)
         try:
             encoded = joined.encode()
@@ -110,7 +117,7 @@ class _Unpacking:
         return joined
 
     def enter(self, name: str) -> None:
-        """Make a folder and those above it; never through a file or a link."""
+        """Make a folder and its parents; never through a file or a link."""
         so_far = ""
         for part in name.split("/") if name else ():
             so_far = f"{so_far}/{part}" if so_far else part
@@ -119,10 +126,10 @@ class _Unpacking:
                 self.note(so_far, "folder")
                 (self.target / so_far).mkdir()
             elif kind != "folder":
-                raise refuse(self.archive, f"'{so_far}' is a {kind} and a folder at once")
+                raise refuse(self.archive, f"'{so_far}' is both a {kind} and a folder")
 
     def note(self, name: str, kind: str) -> None:
-        """Remember a name; refuse two that are one where case or Unicode form does not count."""
+        """Remember a name; refuse two that differ in case or Unicode form only."""
         folded = unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
         other = self.spellings.setdefault(folded, name)
         if other != name:
@@ -130,7 +137,7 @@ class _Unpacking:
         self.kinds[name] = kind
 
     def write(self, content: IO[bytes], path: Path) -> None:
-        """Copy one file's bytes, counted."""
+        """Copy one file and count its bytes."""
         with path.open("xb") as file:
             while chunk := content.read(CHUNK):
                 self.total += len(chunk)
@@ -139,9 +146,11 @@ class _Unpacking:
                 file.write(chunk)
 
     def link(self, source: str, name: str, path: Path) -> None:
-        """Make a hard link a copy of a file that came before it."""
+        """Copy an earlier file in place of a hard link."""
         if self.kinds.get(source) != "file":
-            raise refuse(self.archive, f"'{name}' links to '{source}', which is no earlier file")
+            raise refuse(
+                self.archive, f"'{name}' links to '{source}', which is not an earlier file"
+            )
         origin = self.target / source
         with origin.open("rb") as content:
             self.write(content, path)
@@ -150,7 +159,7 @@ class _Unpacking:
 
 
 def _is_git_folder(part: str) -> bool:
-    """Whether some file system takes this name for `.git`."""
+    """Whether a file system may read this name as `.git`."""
     ignorable = re.sub("[\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]", "", part)
     folded = ignorable.rstrip(". ").casefold()
     return folded == ".git" or folded.startswith("git~")
@@ -159,7 +168,7 @@ def _is_git_folder(part: str) -> bool:
 def unpack(archive: Path, target: Path) -> dict[str, int]:
     """Unpack into a new folder; give each file's modification time by its path.
 
-    Raises LockError for whatever is not a plain tree of files, folders and links.
+    Raises LockError for all but a plain tree of files, folders and links.
     """
     target.mkdir(parents=True)
     work = _Unpacking(archive, target)
@@ -173,7 +182,7 @@ def unpack(archive: Path, target: Path) -> dict[str, int]:
     except damaged as error:
         raise refuse(archive, f"it is damaged ({error})") from error
     if not work.dates:
-        raise refuse(archive, "it holds no files")
+        raise refuse(archive, "it contains no files")
     return work.dates
 
 
@@ -192,7 +201,7 @@ def _entries(archive: Path) -> Iterator[Entry]:
         with bz2.open(archive) as stream:
             yield from _tar_entries(stream)
     else:
-        raise refuse(archive, "it is none of tar.gz, tar.xz, tar.bz2 and zip")
+        raise refuse(archive, "not a tar.gz, tar.xz, tar.bz2 or zip file")
 
 
 def _tar_entries(stream: IO[bytes] | gzip.GzipFile) -> Iterator[Entry]:
@@ -231,7 +240,7 @@ def _zip_entries(archive: Path) -> Iterator[Entry]:
                 yield Entry(info.filename, "folder", False, date)
             elif stat.S_ISLNK(mode):
                 if info.file_size > MAX_LINK_BYTES:
-                    raise refuse(archive, f"the link '{info.filename}' has no usable target")
+                    raise refuse(archive, f"the link '{info.filename}' has no valid target")
                 yield Entry(info.filename, "symlink", False, date, link=pack.read(info).decode())
             elif stat.S_IFMT(mode) not in (0, stat.S_IFREG):
                 yield Entry(info.filename, "something special", False, date)
@@ -241,25 +250,22 @@ def _zip_entries(archive: Path) -> Iterator[Entry]:
 
 
 def choose_folder(archive: Path, root: Path, folder: str) -> Path:
-    """The folder that is the source: a single folder at the top does not count.
-
-    Raises LockError where there is no such folder.
-    """
+    """Find the source folder; a single folder at the top is skipped. Raises LockError."""
     top = [*root.iterdir()]
     stripped = top[0] if len(top) == 1 and top[0].is_dir() and not top[0].is_symlink() else root
     wanted = [part for part in folder.split("/") if part not in ("", ".")]
     if ".." in wanted or folder.startswith("/"):
-        raise refuse(archive, f"the folder '{folder}' leads out of it")
+        raise refuse(archive, f"the folder '{folder}' leaves it")
     for start in (stripped, root):
         chosen = start.joinpath(*wanted)
         if chosen.is_dir() and chosen.resolve() == chosen.absolute():
             return chosen
     near = ", ".join(sorted(p.name for p in stripped.iterdir() if p.is_dir())[:12])
-    raise refuse(archive, f"it has no folder '{folder}' (there are: {near or 'none'})")
+    raise refuse(archive, f"it has no folder '{folder}' (found: {near or 'none'})")
 
 
 def check_links(archive: Path, folder: Path) -> None:
-    """Refuse a link that leads out of the folder, followed as the kernel would follow it."""
+    """Refuse links that leave the folder, followed as the kernel would. Raises LockError."""
     home = os.path.realpath(folder)
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
@@ -269,4 +275,4 @@ def check_links(archive: Path, folder: Path) -> None:
             where = os.path.realpath(path)
             if os.path.isabs(os.readlink(path)) or not f"{where}/".startswith(f"{home}/"):
                 shown = path.relative_to(folder).as_posix()
-                raise refuse(archive, f"the link '{shown}' leads out of it")
+                raise refuse(archive, f"the link '{shown}' leaves the folder")

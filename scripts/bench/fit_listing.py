@@ -2,8 +2,9 @@
 
     python scripts/bench/fit_listing.py
 
-The hub is played within this process: 15 quantisations of 4 files each, of 50 to 300 GB, with real
-headers of a mixture of experts with 2,000 tensors and a vocabulary of 150,000.
+The hub is played by this process, its listing over loopback: 15 quantisations of 4 files each, of
+50 to 300 GB, with real headers of a mixture of experts with 2,000 tensors and a vocabulary of
+150,000.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from bakehouse.context import Context
 from bakehouse.places import Places
 from bakehouse.ports.http import Reply
 from tests.support.checkpoints import gguf_bytes, llama_metadata
+from tests.support.filehost import serve_files
 
 QUANTS, SPLITS = 15, 4
 TENSORS = 500
@@ -47,7 +49,7 @@ def heads() -> list[bytes]:
 
 @dataclass
 class Played:
-    """The hub: a listing, and the heads of its files by range."""
+    """The hub's files: their heads by range."""
 
     heads: list[bytes]
     files: dict[str, int] = field(default_factory=dict)
@@ -65,9 +67,6 @@ class Played:
     ) -> Reply:
         """Answer at once."""
         self.asked += 1
-        if "/api/models/" in url:
-            rows = [{"rfilename": name, "size": size} for name, size in self.files.items()]
-            return Reply(200, {}, _text({"sha": COMMIT, "siblings": rows}), 0.0)
         head = self.heads[int(url.rpartition("-of-")[0][-5:]) - 1]
         first, _, last = (headers or {})["Range"].removeprefix("bytes=").partition("-")
         body = head[int(first) : int(last) + 1].ljust(int(last) + 1 - int(first), b"\0")
@@ -87,10 +86,6 @@ class Played:
         raise NotImplementedError
 
 
-def _text(data: object) -> bytes:
-    return json.dumps(data).encode()
-
-
 def main() -> None:
     """Print the median and the spread."""
     hub = Played(heads())
@@ -98,13 +93,17 @@ def main() -> None:
         for number in range(1, SPLITS + 1):
             name = f"q{quant}/m-Q{quant % 8 + 1}_{quant // 8}-{number:05d}-of-{SPLITS:05d}.gguf"
             hub.files[name] = (50 + 17 * quant) * 10**9 // SPLITS
+    rows = [{"rfilename": name, "size": size} for name, size in hub.files.items()]
+    listing = json.dumps({"id": "o/m", "sha": COMMIT, "siblings": rows}).encode()
     place = Path("/nowhere")
-    ctx = Context(Places(place, place), place, environment={}, http=hub)
     times = []
-    for _ in range(ROUNDS):
-        started = time.perf_counter()
-        outcome = fit.run(ctx, fit.Options(hub="o/m", host="gb10", context="32768"))
-        times.append(time.perf_counter() - started)
+    with serve_files() as host:
+        host.pages["/api/models/o/m/revision/main"] = lambda handler: handler.answer(200, listing)
+        ctx = Context(Places(place, place), place, environment={"HF_ENDPOINT": host.url}, http=hub)
+        for _ in range(ROUNDS):
+            started = time.perf_counter()
+            outcome = fit.run(ctx, fit.Options(hub="o/m", host="gb10", context="32768"))
+            times.append(time.perf_counter() - started)
     rungs = len(outcome.result["rungs"])
     print(
         f"fit on {len(hub.files)} files, {rungs} quantisations, headers of {SPLITS * TENSORS} "

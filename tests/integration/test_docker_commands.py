@@ -87,7 +87,7 @@ def home(tmp_path: Path, docker_engine: Engine, docker_registry: LocalRegistry) 
             docker_engine.cli("rmi", "--force", one)
 
 
-def test_from_a_tag_to_an_image_proven_able(home: Home) -> None:
+def test_build_pulls_a_tag_and_checks_the_image(home: Home) -> None:
     digest = home.publish(python3(ABLE))
     pin = home.run("lock")["result"]["lock"]["images"]["image"]["x86_64"]
     assert (pin["digest"], pin["reference"], pin["user"]) == (digest, home.reference, "1000:1000")
@@ -111,7 +111,7 @@ def test_from_a_tag_to_an_image_proven_able(home: Home) -> None:
     assert home.run("fetch")["result"]["images"] == {"image": ref}
 
 
-def test_a_tag_that_moved_is_named_and_moves_only_when_asked(home: Home) -> None:
+def test_lock_reports_a_moved_tag_and_updates_on_request(home: Home) -> None:
     first = home.publish(python3(ABLE))
     assert home.run("lock")["result"]["drift"] == []
     second = home.publish(python3(ABLE), "LABEL new=one")
@@ -123,7 +123,7 @@ def test_a_tag_that_moved_is_named_and_moves_only_when_asked(home: Home) -> None
     assert home.run("build")["result"]["image"].endswith(second)
 
 
-def test_another_reference_is_drift(home: Home) -> None:
+def test_lock_drift_of_an_image_reference(home: Home) -> None:
     home.publish(python3(ABLE))
     home.run("lock")
     home.recipe(image={"ref": {"x86_64": f"{home.registry.host}/vllm/engine:other"}})
@@ -133,7 +133,7 @@ def test_another_reference_is_drift(home: Home) -> None:
     assert home.run("build", "--locked", exits=4)["error"]["id"] == "lock-drift"
 
 
-def test_an_image_that_lacks_the_architecture(home: Home) -> None:
+def test_build_of_an_image_without_the_architecture(home: Home) -> None:
     known = {n: c for n, c in ABLE["architectures"].items() if n != GLIMMER}
     newer = {**ABLE, "architectures": known, "versions": {**ABLE["versions"], "vllm": "0.99.0"}}
     home.publish(python3(newer))
@@ -145,35 +145,34 @@ def test_an_image_that_lacks_the_architecture(home: Home) -> None:
     assert (one["id"], one["verdict"]) == ("image.model", "failed")
 
 
-def test_what_only_the_fallback_serves(home: Home) -> None:
+def test_build_of_an_image_with_only_the_fallback(home: Home) -> None:
     (home.folder / "model/config.json").write_text('{"architectures": ["SmolLM3ForCausalLM"]}')
     home.publish(python3(ABLE))
     error = home.run("build", exits=6)["error"]
     assert "Transformers fallback" in error["where"]
 
 
-@pytest.mark.parametrize(
-    ("script", "why"),
-    [
-        (b"#!/bin/sh\necho no; exit 1\n", "ended with 1"),
-        (b"#!/bin/sh\nexit 0\n", "printed no answer"),
-        (b'#!/bin/sh\necho "$3{$3"\n', "cannot be read"),
-    ],
-)
-def test_an_image_that_does_not_answer(home: Home, script: bytes, why: str) -> None:
-    home.publish(script)
-    error = home.run("build", exits=6)["error"]
-    assert error["id"] == "image-silent"
-    assert why in error["what"]
+def test_build_of_an_image_that_does_not_answer(home: Home) -> None:
+    scripts = {
+        "ended with 1": b"#!/bin/sh\necho no; exit 1\n",
+        "printed no answer": b"#!/bin/sh\nexit 0\n",
+        "cannot be read": b'#!/bin/sh\necho "$3{$3"\n',
+    }
+    for why, script in scripts.items():
+        home.publish(script)
+        home.run("lock", "--update")
+        error = home.run("build", exits=6)["error"]
+        assert error["id"] == "image-silent"
+        assert why in error["what"]
 
 
-def test_an_image_without_python(home: Home) -> None:
+def test_build_of_an_image_without_python(home: Home) -> None:
     make_image(home.engine, "commands/work:1")
     push(home.engine, "commands/work:1", home.reference)
     assert home.run("build", exits=6)["error"]["id"] == "image-silent"
 
 
-def test_a_manifest_that_vanished(home: Home) -> None:
+def test_build_of_a_manifest_that_vanished(home: Home) -> None:
     digest = home.publish(python3(ABLE))
     home.run("lock")
     home.registry.forget("vllm/engine", digest)
@@ -182,7 +181,7 @@ def test_a_manifest_that_vanished(home: Home) -> None:
     assert home.reference in error["where"]
 
 
-def test_a_recipe_for_another_machine(home: Home) -> None:
+def test_build_of_a_recipe_for_another_machine(home: Home) -> None:
     home.publish(python3(ABLE))
     home.registry.for_arm("vllm/engine", "glimmer", "arm")
     home.recipe(image={"ref": {"aarch64": f"{home.registry.host}/vllm/engine:arm"}})
@@ -192,13 +191,13 @@ def test_a_recipe_for_another_machine(home: Home) -> None:
     assert "x86_64" in error["what"]
 
 
-def test_weights_without_a_config(home: Home) -> None:
+def test_build_of_weights_without_a_config(home: Home) -> None:
     home.publish(python3(ABLE))
     (home.folder / "model/config.json").unlink()
     assert home.run("build", exits=4)["error"]["id"] == "weights-config"
 
 
-def test_no_engine_is_needed_to_lock_and_plan(home: Home) -> None:
+def test_lock_and_plan_need_no_engine(home: Home) -> None:
     home.publish(python3(ABLE))
     lost = Home(home.folder, Engine("unix:///nowhere.sock", home.engine.root), home.registry)
     lost.run("lock")

@@ -78,7 +78,7 @@ def lock_of(pin: ImagePin, arch: str = "x86_64") -> Lock:
     return Lock(recipe="r", engine="vllm", wants="0", weights={}, images={"image": {arch: pin}})
 
 
-def test_a_tag_is_resolved_without_a_pull(
+def test_image_tag_is_pinned_without_a_pull(
     ctx: Context, docker_engine: Engine, docker_registry: LocalRegistry, pushed: str
 ) -> None:
     pin = pin_image(ctx, pushed, "x86_64")
@@ -109,7 +109,9 @@ class Told(Silent):
         yield Kept()
 
 
-def test_a_pin_is_pulled_by_digest_once(ctx: Context, docker_engine: Engine, pushed: str) -> None:
+def test_image_pin_is_pulled_by_digest_once(
+    ctx: Context, docker_engine: Engine, pushed: str
+) -> None:
     told = Told()
     pin = pin_image(ctx, pushed, "x86_64")
     publish(docker_engine, pushed, "LABEL a=c")  # the tag moves on
@@ -126,7 +128,7 @@ def test_a_pin_is_pulled_by_digest_once(ctx: Context, docker_engine: Engine, pus
     forget(docker_engine, pin.ref)
 
 
-def test_an_index_leads_to_the_platform(
+def test_image_index_leads_to_the_platform(
     ctx: Context, docker_engine: Engine, docker_registry: LocalRegistry
 ) -> None:
     host = docker_registry.host
@@ -151,7 +153,7 @@ def test_an_index_leads_to_the_platform(
     assert caught.value.id == "manifest-unknown"
 
 
-def test_an_image_for_another_machine(
+def test_image_for_another_machine_is_refused(
     ctx: Context, docker_engine: Engine, docker_registry: LocalRegistry
 ) -> None:
     reference = f"{docker_registry.host}/arm/engine:1"
@@ -173,7 +175,7 @@ def test_an_image_for_another_machine(
     assert caught.value.id == "image-platform"
 
 
-def test_what_a_registry_does_not_have(
+def test_image_that_the_registry_does_not_have(
     ctx: Context, docker_registry: LocalRegistry, pushed: str
 ) -> None:
     name = pushed.rpartition(":")[0]
@@ -193,7 +195,9 @@ def test_what_a_registry_does_not_have(
     assert host_error.value.id == "registry-unreachable"
 
 
-def test_a_layer_that_is_gone(ctx: Context, docker_registry: LocalRegistry, pushed: str) -> None:
+def test_image_with_a_lost_layer_is_refused(
+    ctx: Context, docker_registry: LocalRegistry, pushed: str
+) -> None:
     body, _ = docker_registry.ask("GET", "some/engine/manifests/1")
     layer = json.loads(body)["layers"][0]["digest"].removeprefix("sha256:")
     blobs = docker_registry.root / "data/docker/registry/v2/blobs/sha256"
@@ -203,7 +207,7 @@ def test_a_layer_that_is_gone(ctx: Context, docker_registry: LocalRegistry, push
     assert "layer" in str(caught.value.where)
 
 
-def test_an_image_that_does_not_fit(
+def test_image_larger_than_the_disk_is_refused(
     ctx: Context, pushed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pin = pin_image(ctx, pushed, "x86_64").model_copy(update={"size": 2**60})
@@ -213,7 +217,7 @@ def test_an_image_that_does_not_fit(
     assert ctx.docker.image(pin.ref) is None
 
 
-def test_an_image_that_no_registry_has(ctx: Context, docker_engine: Engine) -> None:
+def test_image_that_is_only_local(ctx: Context, docker_engine: Engine) -> None:
     made = make_image(docker_engine, "only/here:1")
     pin = pin_image(ctx, "only/here:1", "x86_64")
     assert (pin.local, pin.id, pin.ref, pin.digest) == (True, made, made, None)
@@ -232,7 +236,7 @@ USER, PASSWORD = "baker", "the-pass-word-1"
 HTPASSWD = f"{USER}:$2b$04$ZJmIhXw4sUmPfK1kuNm5gePyW0uiKy3MZjXhnGSbPB2IQbKqpo4um\n"
 
 
-def test_a_registry_that_wants_a_login(
+def test_registry_login(
     ctx: Context, docker_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with registry(tmp_path / "private", HTPASSWD) as private:
@@ -317,38 +321,36 @@ def scripted(*answers: tuple[int, dict[str, str], bytes]) -> Iterator[tuple[str,
             thread.join()
 
 
-@pytest.mark.parametrize(
-    ("answers", "id_", "asked"),
-    [
-        ([(429, {"Retry-After": "1"}, b"{}")], "registry-limit", 4),
-        ([(429, {"Retry-After": "86400"}, b"{}")], "registry-limit", 1),
-        ([(503, {}, b"")], "registry", 4),
-        ([(403, {}, b"")], "registry-unauthorised", 1),
-        ([(200, {}, b"<html>log in to this network</html>")], "registry", 1),
-        ([(200, {}, b'{"schemaVersion": 1}')], "registry", 1),
-        ([(401, {"WWW-Authenticate": "Negotiate"}, b"")], "registry", 1),
-        ([(401, {"WWW-Authenticate": 'Bearer realm="http://example.org/t"'}, b"")], "registry", 1),
-        ([(401, {"WWW-Authenticate": 'Basic realm="x"'}, b"")], "registry-unauthorised", 1),
-    ],
-)
-def test_registries_that_do_not_help(
-    ctx: Context, answers: list[Any], id_: str, asked: int
-) -> None:
-    with scripted(*answers) as (host, seen):
-        with pytest.raises(BakehouseError) as caught:
-            pin_image(ctx, f"{host}/some/engine:1", "x86_64")
-        assert (caught.value.id, caught.value.exit_code) == (id_, 9)
-        assert len(seen) == asked
+def test_registry_refusals_are_explained(ctx: Context) -> None:
+    http_realm = 'Bearer realm="http://example.org/t"'
+    rows: list[tuple[tuple[int, dict[str, str], bytes], str, int]] = [
+        ((429, {"Retry-After": "1"}, b"{}"), "registry-limit", 4),
+        ((429, {"Retry-After": "86400"}, b"{}"), "registry-limit", 1),
+        ((503, {}, b""), "registry", 4),
+        ((403, {}, b""), "registry-unauthorised", 1),
+        ((200, {}, b"<html>log in to this network</html>"), "registry", 1),
+        ((401, {"WWW-Authenticate": "Negotiate"}, b""), "registry", 1),
+        ((401, {"WWW-Authenticate": http_realm}, b""), "registry", 1),
+        ((401, {"WWW-Authenticate": 'Basic realm="x"'}, b""), "registry-unauthorised", 1),
+    ]
+    got = []
+    for answer, _, _ in rows:
+        with scripted(answer) as (host, seen):
+            with pytest.raises(BakehouseError) as caught:
+                pin_image(ctx, f"{host}/some/engine:1", "x86_64")
+            assert caught.value.exit_code == 9
+            got.append((answer, caught.value.id, len(seen)))
+    assert got == rows
 
 
-def test_content_that_is_not_what_its_digest_says(ctx: Context) -> None:
+def test_registry_content_that_differs_from_its_digest(ctx: Context) -> None:
     body = b'{"schemaVersion": 2, "layers": [], "config": {}}'
     with scripted((200, {}, body)) as (host, _), pytest.raises(LockError) as caught:
         pin_image(ctx, f"{host}/some/engine@sha256:{'1' * 64}", "x86_64")
     assert caught.value.id == "digest-mismatch"
 
 
-def test_a_token_is_fetched_and_hidden(ctx: Context) -> None:
+def test_registry_token_is_fetched_and_hidden(ctx: Context) -> None:
     challenge: dict[str, str] = {}
     steps = [
         (401, challenge, b""),

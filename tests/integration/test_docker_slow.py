@@ -136,7 +136,7 @@ def test_docker_pull_on_a_full_disk(
         ballast.write_bytes(bytes(room - 3 * MIB))
         with pytest.raises(HostError) as caught:
             ensure_image(ctx, pin, "x86_64")
-        assert (caught.value.id, "does not fit" in caught.value.what) == ("disk-full", True)
+        assert (caught.value.id, "not enough disk" in caught.value.what) == ("disk-full", True)
 
         # Packed it is small, and the look before the pull cannot know what zeros come to.
         ballast.write_bytes(bytes(room - 40 * MIB))

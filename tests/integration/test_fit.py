@@ -58,7 +58,7 @@ class FakeHub:
 
     def listing(self, handler: Handler) -> None:
         siblings = [{"rfilename": p, "size": s} for p, s in self.sizes.items()]
-        handler.answer(200, json.dumps({"sha": COMMIT, "siblings": siblings}).encode())
+        handler.answer(200, json.dumps({"id": "m", "sha": COMMIT, "siblings": siblings}).encode())
 
     def part(self, handler: Handler) -> None:
         path = handler.path.removeprefix(f"/o/m/resolve/{COMMIT}/")

@@ -1,4 +1,4 @@
-"""`hf auth login`, and a hub that may not be asked: what huggingface_hub reads is honoured here."""
+"""The login of `hf auth login`, and offline mode: what huggingface_hub reads is honoured here."""
 
 from __future__ import annotations
 
@@ -9,28 +9,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bakehouse import logs
 from bakehouse.context import Context
 from bakehouse.errors import HostError, UsageError
-from bakehouse.lock import Lock
 from bakehouse.progress import Bar, Silent
-from bakehouse.recipe.load import Loaded
 from bakehouse.sources import files, known
-from bakehouse.sources.hublogin import headers, token
-from bakehouse.sources.pinning import look_first, pin_weights
+from bakehouse.sources.hub import headers, token
+from bakehouse.sources.pinning import look_first
 from bakehouse.sources.weights import ensure, refuse_offline
-from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
 from tests.support.clocks import ImpatientClock
 from tests.support.hubhost import TOKEN, Hub, serve_hub
-from tests.support.recipes import make_loaded
+from tests.support.weights import MODEL, pinned
 
 pytestmark = pytest.mark.integration
-
-MODEL = gguf_bytes(llama_metadata(), [f32("a", 8, 4)])
 
 
 @pytest.fixture
@@ -57,20 +51,16 @@ class Bars(Silent):
 
 
 @pytest.fixture
-def ctx(context: Context, hub: Hub) -> Context:
+def ctx(context: Context, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Context:
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
+        monkeypatch.delenv(name, raising=False)
     environment = {"HF_ENDPOINT": hub.url}
     return replace(context, environment=environment, clock=ImpatientClock(), progress=Bars())
 
 
-def knowing(ctx: Context, **variables: object) -> Context:
+def with_variables(ctx: Context, **variables: object) -> Context:
     more = {name: str(value) for name, value in variables.items()}
     return replace(ctx, environment={**ctx.environment, **more})
-
-
-def pinned(ctx: Context, folder: Path, **weights: Any) -> tuple[Loaded, Lock]:
-    loaded = make_loaded(folder, weights={"model": weights})
-    pin = pin_weights(ctx, loaded.folder, "model", loaded.recipe.weights.model)
-    return loaded, Lock(recipe="test", engine="llama.cpp", wants="", weights={"model": pin})
 
 
 def login(path: Path, text: str = TOKEN + "\n") -> Path:
@@ -79,27 +69,28 @@ def login(path: Path, text: str = TOKEN + "\n") -> Path:
     return path
 
 
-PLACES = {
-    "HF_TOKEN_PATH": ("elsewhere/my-token", "elsewhere/my-token"),
-    "HF_HOME": ("hf", "hf/token"),
-    "XDG_CACHE_HOME": ("cache", "cache/huggingface/token"),
-    "HOME": ("", ".cache/huggingface/token"),
-}
-
-
-@pytest.mark.parametrize("variable", PLACES)
-def test_the_token_of_a_login_is_sent_to_the_hub_only_and_never_shown(
-    ctx: Context, hub: Hub, tmp_path: Path, variable: str
+@pytest.mark.parametrize(
+    ("variable", "value", "file"),
+    [
+        ("HF_TOKEN", TOKEN, ""),
+        ("HF_TOKEN_PATH", "elsewhere/my-token", "elsewhere/my-token"),
+        ("HF_HOME", "hf", "hf/token"),
+        ("XDG_CACHE_HOME", "cache", "cache/huggingface/token"),
+        ("HOME", "", ".cache/huggingface/token"),
+    ],
+)
+def test_login_token_is_sent_to_the_hub_only_and_never_shown(
+    ctx: Context, hub: Hub, tmp_path: Path, variable: str, value: str, file: str
 ) -> None:
-    value, file = PLACES[variable]
-    login(tmp_path / file)
+    if file:
+        login(tmp_path / file)
     repo = hub.repo()
     repo.private = True
     repo.commit({"m.gguf": MODEL})
     said = StringIO()
     logs.configure(said, ctx.redactor, as_json=False)
     try:
-        own = knowing(ctx, **{variable: tmp_path / value})
+        own = with_variables(ctx, **{variable: tmp_path / value if file else value})
         loaded, lock = pinned(own, tmp_path, hub="org/model", files="*.gguf")
         ensure(own, loaded, lock)
         logs.debug("token", it=TOKEN)
@@ -108,98 +99,103 @@ def test_the_token_of_a_login_is_sent_to_the_hub_only_and_never_shown(
     assert {r.headers.get("authorization") for r in hub.api.requests} == {f"Bearer {TOKEN}"}
     assert all("authorization" not in r.headers for r in hub.content.requests)
     assert ctx.redactor.text(f"it was {TOKEN}!") == "it was [hidden]!"
-    assert "http" in said.getvalue()
+    assert "hub" in said.getvalue()
     assert TOKEN not in said.getvalue() + lock.model_dump_json() + repr(token(own))
     kept = (p for p in ctx.places.cache.rglob("*") if p.is_file())
     assert not [p for p in kept if TOKEN.encode() in p.read_bytes()]
 
 
-def test_a_token_of_any_look_is_hidden(ctx: Context, tmp_path: Path) -> None:
-    own = knowing(ctx, HF_TOKEN_PATH=login(tmp_path / "t", "an-odd-looking-one"))
-    assert headers(own) == {"Authorization": "Bearer an-odd-looking-one"}
-    assert "odd-looking" not in ctx.redactor.text("an-odd-looking-one")
+def test_login_token_stays_with_the_endpoint_when_a_listing_redirects(
+    ctx: Context, hub: Hub, tmp_path: Path
+) -> None:
+    """The library follows redirects: without the token when they leave the endpoint."""
+    hub.repo().commit({"m.gguf": MODEL})
+    page = "/api/models/org/model/revision/main"
+    hub.content.pages[page] = hub.api.pages[page]
+    there = {"Location": hub.content.at(f"{page}?blobs=true")}
+    hub.api.pages[page] = lambda handler: handler.answer(302, b"", there)
+    pinned(with_variables(ctx, HF_TOKEN=TOKEN), tmp_path, hub="org/model", files="*.gguf")
+    assert hub.api.requests[0].headers["authorization"] == f"Bearer {TOKEN}"
+    assert "authorization" not in hub.content.requests[0].headers
 
 
-def test_a_variable_goes_before_the_file_and_a_switch_before_both(
+def test_login_variables_override_the_file_and_a_switch_both(ctx: Context, tmp_path: Path) -> None:
+    own = with_variables(ctx, HF_TOKEN_PATH=login(tmp_path / "t", "of-the-file"))
+    of_file = {"Authorization": "Bearer of-the-file"}
+    (tmp_path / "empty").write_text(" \n")
+    got = {
+        "variable": headers(with_variables(own, HF_TOKEN="of-the-variable")),
+        "blank": headers(with_variables(own, HF_TOKEN=" ")),
+        "off": headers(with_variables(own, HF_HUB_DISABLE_IMPLICIT_TOKEN="Yes")),
+        "on": headers(with_variables(own, HF_HUB_DISABLE_IMPLICIT_TOKEN="0")),
+        "empty": headers(with_variables(ctx, HF_TOKEN_PATH=tmp_path / "empty")),
+        "gone": headers(with_variables(ctx, HF_TOKEN_PATH=tmp_path / "t/below")),
+        "nothing": headers(ctx),
+    }
+    assert got == {
+        "variable": {"Authorization": "Bearer of-the-variable"}, "blank": of_file, "off": {},
+        "on": of_file, "empty": {}, "gone": {}, "nothing": {},
+    }  # fmt: skip
+    assert "of-the-file" not in ctx.redactor.text("of-the-file"), "a token of any look is hidden"
+
+
+def test_login_refuses_text_that_cannot_be_a_token(ctx: Context, hub: Hub, tmp_path: Path) -> None:
+    for text in ("two words", "zwölf-zeichen", "a\x00b", "hf_\x7fx"):
+        path = login(tmp_path / "t", text)
+        for own in (with_variables(ctx, HF_TOKEN_PATH=path), with_variables(ctx, HF_TOKEN=text)):
+            with pytest.raises(UsageError, match="is not a valid token") as caught:
+                pinned(own, tmp_path, hub="org/model", files="*.gguf")
+            assert text not in f"{caught.value.what} {caught.value.where} {caught.value.hint}"
+    assert not hub.api.requests
+
+
+def test_login_files_that_cannot_be_read_are_named_if_the_user_named_them(
     ctx: Context, tmp_path: Path
 ) -> None:
-    own = knowing(ctx, HF_TOKEN_PATH=login(tmp_path / "t", "of-the-file"))
-    assert headers(knowing(own, HF_TOKEN="of-the-variable")) == {
-        "Authorization": "Bearer of-the-variable"
-    }
-    assert headers(knowing(own, HF_TOKEN=" ")) == {"Authorization": "Bearer of-the-file"}
-    for on in ("1", "true", "Yes", "ON"):
-        assert headers(knowing(own, HF_HUB_DISABLE_IMPLICIT_TOKEN=on)) == {}
-    assert headers(knowing(own, HF_HUB_DISABLE_IMPLICIT_TOKEN="0"))
-    (tmp_path / "empty").write_text(" \n")
-    for nothing in ("empty", "gone", "t/below"):
-        assert headers(knowing(ctx, HF_TOKEN_PATH=tmp_path / nothing)) == {}
-    assert headers(ctx) == {}
-
-
-@pytest.mark.parametrize("text", ["two words", "zwölf-zeichen", "a\nb", "a\x00b"])
-def test_a_file_that_holds_no_token_is_named_and_not_quoted(
-    ctx: Context, tmp_path: Path, text: str
-) -> None:
-    own = knowing(ctx, HF_TOKEN_PATH=login(tmp_path / "t", text))
-    with pytest.raises(UsageError, match="holds what no token holds") as caught:
-        headers(own)
-    assert str(tmp_path / "t") in caught.value.what
-    assert text not in f"{caught.value.what} {caught.value.where} {caught.value.hint}"
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_a_pipe_is_not_waited_for(ctx: Context, tmp_path: Path, *, named: bool) -> None:
-    os.mkfifo(tmp_path / "token")
-    given = {"HF_TOKEN_PATH": str(tmp_path / "token")} if named else {"HF_HOME": str(tmp_path)}
-    asking = replace(ctx, environment={**ctx.environment, **given})
-    if named:
-        with pytest.raises(HostError, match="no file"):
-            token(asking)
-    else:
-        assert token(asking) is None
-
-
-def test_a_file_that_cannot_be_read_is_named(ctx: Context, tmp_path: Path) -> None:
-    with pytest.raises(HostError, match="cannot be read: Is a directory") as caught:
-        headers(knowing(ctx, HF_TOKEN_PATH=tmp_path))
-    assert caught.value.where == str(tmp_path)
-    (tmp_path / "token").mkdir()
-    assert headers(knowing(ctx, HF_HOME=tmp_path)) == {}, "nobody has named that one"
+    os.mkfifo(tmp_path / "token")  # it is not waited for
+    for path, why in ((tmp_path / "token", "not a file"), (tmp_path, "Is a directory")):
+        with pytest.raises(HostError, match=why) as caught:
+            token(with_variables(ctx, HF_TOKEN_PATH=path))
+        assert (caught.value.id, caught.value.where) == ("hub-token", str(path))
+    assert token(with_variables(ctx, HF_HOME=tmp_path)) is None
 
 
 @pytest.mark.parametrize("state", ["gated", "private"])
-def test_a_refusal_names_where_the_token_came_from(
+def test_login_refusal_names_where_the_token_came_from(
     ctx: Context, hub: Hub, tmp_path: Path, state: str
 ) -> None:
     repo = hub.repo()
     setattr(repo, state, True)
     repo.commit({"m.gguf": MODEL})
     path = login(tmp_path / "t", "hf_wrong")
-    with pytest.raises(HostError) as caught:
-        pinned(knowing(ctx, HF_TOKEN_PATH=path), tmp_path, hub="org/model", files="*.gguf")
-    assert str(path) in str(caught.value.hint)
-    assert "hf_wrong" not in f"{caught.value} {caught.value.where} {caught.value.hint}"
-    with pytest.raises(HostError) as caught:
-        pinned(ctx, tmp_path, hub="org/model", files="*.gguf")
-    assert "hf auth login" in str(caught.value.hint)
+    id_ = {"gated": "hub-gated", "private": "hub-login"}[state]
+    for own, hint in (
+        (with_variables(ctx, HF_TOKEN_PATH=path), str(path)),
+        (with_variables(ctx, HF_TOKEN="hf_wrong"), "HF_TOKEN"),
+        (ctx, "hf auth login"),
+    ):
+        with pytest.raises(HostError) as caught:
+            pinned(own, tmp_path, hub="org/model", files="*.gguf")
+        assert caught.value.id == id_
+        assert hint in str(caught.value.hint)
+        assert "hf_wrong" not in f"{caught.value} {caught.value.where} {caught.value.hint}"
 
 
-# --- a hub that may not be asked --------------------------------------------------------------
+# --- offline mode -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
-def test_offline_says_what_is_missing_before_anything_is_asked(
+def test_offline_names_missing_files_before_anything_is_asked(
     ctx: Context, hub: Hub, tmp_path: Path, variable: str
 ) -> None:
     hub.repo().commit({"m.gguf": MODEL, "x/n.gguf": MODEL})
     loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="m.gguf")
     hub.api.requests.clear()
-    off = knowing(ctx, **{variable: "1"})
+    off = with_variables(ctx, **{variable: "1"})
     for call in (lambda: ensure(off, loaded, lock), lambda: refuse_offline(off, lock),
                  lambda: pinned(off, tmp_path, hub="org/model", files="m.gguf"),
                  lambda: look_first(off, tmp_path, loaded.recipe.weights.model)):  # fmt: skip
-        with pytest.raises(HostError, match=f"^{variable} is set, so the hub is not") as caught:
+        with pytest.raises(HostError, match=f"^{variable} is set; cannot download") as caught:
             call()
         assert caught.value.id == "hub-offline"
         assert "org/model" in str(caught.value.where)
@@ -210,37 +206,21 @@ def test_offline_says_what_is_missing_before_anything_is_asked(
     assert not hub.content.requests
 
 
-def test_offline_is_refused_before_another_role_is_fetched(
+def test_offline_refuses_before_another_role_is_fetched(
     ctx: Context, hub: Hub, tmp_path: Path
 ) -> None:
     hub.repo().commit({"m.gguf": MODEL})
     loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="m.gguf")
-    host = hub.content.put("/other.gguf", MODEL)
+    hub.content.put("/other.gguf", MODEL)
     web = hub.content.at("/other.gguf")
     first = lock.weights["model"].model_copy(update={"origin": web, "revision": None})
     both = lock.model_copy(update={"weights": {"model": first, "drafter": lock.weights["model"]}})
-    hub.api.requests.clear()
     with pytest.raises(HostError, match="HF_HUB_OFFLINE"):
-        ensure(knowing(ctx, HF_HUB_OFFLINE="yes"), loaded, both)
-    assert host is not None
+        ensure(with_variables(ctx, HF_HUB_OFFLINE="yes"), loaded, both)
     assert not hub.content.requests
 
 
-def test_offline_what_is_here_is_enough(ctx: Context, hub: Hub, tmp_path: Path) -> None:
-    commit = hub.repo().commit({"m.gguf": MODEL})
-    loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="m.gguf")
-    blob = tmp_path / "hf/hub/models--org--model/blobs" / hashlib.sha256(MODEL).hexdigest()
-    blob.parent.mkdir(parents=True)
-    blob.write_bytes(MODEL)
-    hub.api.requests.clear()
-    off = knowing(ctx, HF_HUB_OFFLINE="1", HF_HOME=tmp_path / "hf")
-    assert Path(ensure(off, loaded, lock)["model"].first).read_bytes() == MODEL
-    again = knowing(ctx, HF_HUB_OFFLINE="1")
-    assert Path(ensure(again, loaded, lock)["model"].first).read_bytes() == MODEL
-    assert not hub.api.requests, commit
-
-
-def test_offline_a_damaged_cache_is_no_reason_to_ask(
+def test_offline_uses_the_cache_and_refuses_a_damaged_one(
     ctx: Context, hub: Hub, tmp_path: Path
 ) -> None:
     hub.repo().commit({"m.gguf": MODEL})
@@ -249,28 +229,30 @@ def test_offline_a_damaged_cache_is_no_reason_to_ask(
     blob.parent.mkdir(parents=True)
     blob.write_bytes(bytes(len(MODEL)))
     hub.api.requests.clear()
+    off = with_variables(ctx, HF_HUB_OFFLINE="1", HF_HOME=tmp_path / "hf")
     with pytest.raises(HostError, match="HF_HUB_OFFLINE"):
-        ensure(knowing(ctx, HF_HUB_OFFLINE="1", HF_HOME=tmp_path / "hf"), loaded, lock)
+        ensure(off, loaded, lock)
+    blob.write_bytes(MODEL)
+    assert Path(ensure(off, loaded, lock)["model"].first).read_bytes() == MODEL
+    again = with_variables(ctx, HF_HUB_OFFLINE="1")
+    assert Path(ensure(again, loaded, lock)["model"].first).read_bytes() == MODEL
     assert not hub.api.requests
+    for on in ("0", "", "false", "no"):
+        pinned(with_variables(ctx, HF_HUB_OFFLINE=on), tmp_path, hub="org/model", files="m.gguf")
 
 
-@pytest.mark.parametrize("off", ["0", "", "false", "no"])
-def test_a_switch_that_is_off_is_off(ctx: Context, hub: Hub, tmp_path: Path, off: str) -> None:
-    hub.repo().commit({"m.gguf": MODEL})
-    own = knowing(ctx, HF_HUB_OFFLINE=off)
-    loaded, lock = pinned(own, tmp_path, hub="org/model", files="m.gguf")
-    assert ensure(own, loaded, lock)
+# --- hashing downloads --------------------------------------------------------------------------
 
 
-# --- hashing what has come ----------------------------------------------------------------------
-
-
-def test_hashing_a_large_file_that_was_fetched_shows_how_far_it_is(
+def test_hash_of_a_large_download_shows_progress(
     ctx: Context, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.repo().commit({"m.gguf": MODEL})
-    loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="m.gguf")
+    hub.repo().commit({"m.gguf": MODEL, "n.gguf": MODEL + b"n"})
     assert isinstance(ctx.progress, Bars)
+    loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="n.gguf")
+    ensure(ctx, loaded, lock)
+    assert not [title for title in ctx.progress.seen if title.startswith("hash")]
+    loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="m.gguf")
     monkeypatch.setattr(known, "SHOWN", len(MODEL))
     ensure(ctx, loaded, lock)
     assert ctx.progress.seen["hash m.gguf"][-1] == len(MODEL)
@@ -280,11 +262,3 @@ def test_hashing_a_large_file_that_was_fetched_shows_how_far_it_is(
     sha256 = hashlib.sha256(data).hexdigest()
     files.fetch_pinned(ctx, hub.content.at("/file"), tmp_path / "file", sha256=sha256, title="it")
     assert ctx.progress.seen["hash it"][-1] == 1000
-
-
-def test_hashing_a_small_one_takes_no_line(ctx: Context, hub: Hub, tmp_path: Path) -> None:
-    hub.repo().commit({"m.gguf": MODEL})
-    loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="m.gguf")
-    ensure(ctx, loaded, lock)
-    assert isinstance(ctx.progress, Bars)
-    assert not [title for title in ctx.progress.seen if title.startswith("hash")]

@@ -229,7 +229,7 @@ def test_fetch_copies_and_verifies_a_local_archive(ctx: Context, tmp_path: Path)
     write(ctx, source=archive(path="q.tar.gz"))
     with pytest.raises(LockError, match="archive-changed"):
         fetch.run(ctx, fetch.Options(recipe="test"))
-    with pytest.raises(LockError, match="not the one that is pinned"):
+    with pytest.raises(LockError, match="differs from its pin"):
         lock.run(ctx, lock.Options(recipe="test", update=True))
 
 
@@ -327,11 +327,11 @@ def test_fetch_killed_while_unpacking(ctx: Context, tmp_path: Path, after: float
 @pytest.mark.parametrize(
     ("weights", "why"),
     [
-        ({"path": "none.gguf"}, "not there"),
+        ({"path": "none.gguf"}, "not found"),
         ({"path": "pointer.gguf"}, "git-lfs pointer"),
         ({"path": "half-00001-of-00002.gguf"}, "1 of 2 files"),
         ({"path": "config"}, "no weight file"),
-        ({"hub": "o/m", "files": "*.gguf"}, "HF_ENDPOINT has to be an https address"),
+        ({"hub": "o/m", "files": "*.gguf"}, "HF_ENDPOINT must use https"),
     ],
 )
 def test_lock_checks_weights_before_fetching_the_source(

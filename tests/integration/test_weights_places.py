@@ -11,34 +11,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from huggingface_hub import scan_cache_dir, try_to_load_from_cache
 
 from bakehouse.commands import fetch
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, CheckpointError, HostError, LockError, NotFound
-from bakehouse.lock import Lock, WeightPin
 from bakehouse.progress import Bar
-from bakehouse.recipe.load import Loaded
 from bakehouse.sources.known import remember
-from bakehouse.sources.pinning import pin_weights
 from bakehouse.sources.together import NAME
-from bakehouse.sources.weights import ensure
-from tests.support.checkpoints import (
-    f32,
-    gguf_bytes,
-    llama_metadata,
-    safetensors_bytes,
-    write,
-)
+from bakehouse.sources.weights import ensure, folder_of
+from tests.support.checkpoints import safetensors_bytes, write
 from tests.support.clocks import ImpatientClock
 from tests.support.filehost import Handler, cut, status
-from tests.support.hubhost import TOKEN, Hub, HubRepo, serve_hub
-from tests.support.recipes import make_loaded
+from tests.support.hubhost import TOKEN, Hub, HubRepo, page, serve_hub
+from tests.support.weights import MODEL, pinned, splits
 
 pytestmark = pytest.mark.integration
-MODEL = gguf_bytes(llama_metadata(), [f32("token_embd.weight", 64, 3)])
 
 
 @dataclass
@@ -81,16 +71,6 @@ def ctx(context: Context, hub: Hub, heard: Heard, tmp_path: Path) -> Context:
     return replace(context, environment=environment, clock=ImpatientClock(), progress=heard)
 
 
-def pinned(ctx: Context, folder: Path, **weights: Any) -> tuple[Loaded, Lock]:
-    loaded = make_loaded(folder, weights={"model": weights})
-    pin = pin_weights(ctx, loaded.folder, "model", loaded.recipe.weights.model)
-    return loaded, lock_of(pin)
-
-
-def lock_of(pin: WeightPin) -> Lock:
-    return Lock(recipe="test", engine="llama.cpp", wants="", weights={"model": pin})
-
-
 def cached(folder: Path, commit: str, files: dict[str, bytes], name: str = "org/model") -> Path:
     """A cache as huggingface_hub lays it out; give the repository's folder."""
     base = folder / "hub" / f"models--{name.replace('/', '--')}"
@@ -108,7 +88,7 @@ def cached(folder: Path, commit: str, files: dict[str, bytes], name: str = "org/
 
 
 @pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "HOME"])
-def test_a_cache_of_huggingface_hub_is_used_in_place(
+def test_hub_cache_is_used_in_place(
     ctx: Context, hub: Hub, tmp_path: Path, heard: Heard, variable: str
 ) -> None:
     commit = hub.repo().commit({"q/m.gguf": MODEL})
@@ -133,7 +113,44 @@ def test_a_cache_of_huggingface_hub_is_used_in_place(
     assert len(heard.titles) == titles  # nor is anything hashed again
 
 
-def test_a_cached_file_that_is_damaged_is_fetched_and_left_as_it_is(
+def test_hub_download_lands_once_where_other_tools_find_it(
+    ctx: Context, hub: Hub, tmp_path: Path
+) -> None:
+    """huggingface_hub itself, offline, finds the files by commit and by branch."""
+    files = {"q/m.gguf": MODEL, "config.json": b"{}"}
+    commit = hub.repo().commit(files)
+    loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="**")
+    located = ensure(ctx, loaded, lock)["model"]
+    for name, data in files.items():
+        for revision in (commit, "main"):
+            found = try_to_load_from_cache("org/model", name, tmp_path / "hf/hub", revision)
+            assert isinstance(found, str)
+            assert Path(found).read_bytes() == data
+            assert os.path.realpath(found) in {os.path.realpath(path) for path in located.files}
+    folders = (tmp_path, ctx.places.cache)
+    whole = {p for f in folders for p in f.rglob("*") if p.is_file() and not p.is_symlink()}
+    assert len([p for p in whole if p.read_bytes() == MODEL]) == 1
+    assert scan_cache_dir(tmp_path / "hf/hub").warnings == []
+    again = hub.repo().commit({**files, "more": b"x"}, revision="v2")
+    loaded, lock = pinned(ctx, tmp_path, hub="org/model", revision="v2", files="**/*.gguf")
+    ensure(ctx, loaded, lock)
+    assert len([r for r in hub.content.requests if "blob" in r.path and r.method == "GET"]) == 3
+    assert again != commit
+
+
+def test_hub_download_of_the_version_before_is_reused(
+    ctx: Context, hub: Hub, tmp_path: Path
+) -> None:
+    """It kept its own copy, outside the Hub's cache."""
+    hub.repo().commit({"m.gguf": MODEL})
+    loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="*.gguf")
+    write(folder_of(ctx.places, lock.weights["model"].files) / "m.gguf", MODEL)
+    asked = len(hub.content.requests)
+    assert Path(ensure(ctx, loaded, lock)["model"].first).read_bytes() == MODEL
+    assert len(hub.content.requests) == asked
+
+
+def test_hub_cache_file_that_is_corrupt_or_deleted_is_downloaded_again(
     ctx: Context, hub: Hub, tmp_path: Path, heard: Heard
 ) -> None:
     commit = hub.repo().commit({"m.gguf": MODEL})
@@ -141,52 +158,33 @@ def test_a_cached_file_that_is_damaged_is_fetched_and_left_as_it_is(
     (blob,) = (base / "blobs").iterdir()
     blob.write_bytes(b"x" * len(MODEL))
     loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="*.gguf")
-    first = Path(ensure(ctx, loaded, lock)["model"].first)
-    assert first.read_bytes() == MODEL
-    assert not first.is_symlink()
-    assert blob.read_bytes() == b"x" * len(MODEL)
-    assert any("damaged" in line for line in heard.lines)
-
-
-def test_a_cache_that_was_emptied_meanwhile(ctx: Context, hub: Hub, tmp_path: Path) -> None:
-    commit = hub.repo().commit({"m.gguf": MODEL})
-    base = cached(tmp_path / "hf", commit, {"m.gguf": MODEL})
-    loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="*.gguf")
-    ensure(ctx, loaded, lock)
-    (blob,) = (base / "blobs").iterdir()
+    with blob.open("rb") as mapped:
+        assert Path(ensure(ctx, loaded, lock)["model"].first).read_bytes() == MODEL
+        assert mapped.read() == b"x" * len(MODEL), "who has it mapped keeps it"
+    assert any("corrupt" in line for line in heard.lines)
+    assert blob.read_bytes() == MODEL
     blob.unlink()
-    first = Path(ensure(ctx, loaded, lock)["model"].first)
-    assert first.read_bytes() == MODEL
-    assert not first.is_symlink()
+    assert Path(ensure(ctx, loaded, lock)["model"].first).read_bytes() == MODEL
 
 
-def test_a_cache_with_the_configuration_only_is_named(
-    ctx: Context, hub: Hub, tmp_path: Path, heard: Heard
-) -> None:
-    files = {"config.json": b"{}", "m.gguf": MODEL}
-    commit = hub.repo().commit(files)
-    base = cached(tmp_path / "hf", commit, {"config.json": b"{}"})
-    loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="*.gguf")
-    ensure(ctx, loaded, lock)
-    assert any("only the configuration" in line for line in heard.lines)
+def test_weights_path_in_the_hub_cache_names_the_snapshot(ctx: Context, tmp_path: Path) -> None:
+    base = cached(tmp_path / "hf", "5" * 40, {"config.json": b"{}"})
     with pytest.raises(LockError, match="no weight file") as caught:
-        pinned(ctx, tmp_path, path=str(base / "snapshots" / commit))
+        pinned(ctx, tmp_path, path=str(base / "snapshots" / ("5" * 40)))
     assert caught.value.exit_code == 4
     with pytest.raises(LockError, match="whole repository") as whole:
         pinned(ctx, tmp_path, path=str(base))
-    assert commit in str(whole.value.hint)
+    assert "5" * 40 in str(whole.value.hint)
 
 
-def test_a_snapshot_is_a_local_folder(ctx: Context, tmp_path: Path) -> None:
+def test_weights_path_may_be_a_snapshot(ctx: Context, tmp_path: Path) -> None:
     base = cached(tmp_path / "hf", "5" * 40, {"config.json": b"{}", "m.gguf": MODEL})
     snapshot = base / "snapshots" / ("5" * 40)
     loaded, lock = pinned(ctx, tmp_path, path=str(snapshot))
     assert ensure(ctx, loaded, lock)["model"].path == str(snapshot)
 
 
-def test_rehash_reads_again_what_is_remembered(
-    ctx: Context, hub: Hub, tmp_path: Path, heard: Heard
-) -> None:
+def test_rehash_reads_downloads_again(ctx: Context, hub: Hub, tmp_path: Path, heard: Heard) -> None:
     hub.repo().commit({"m.gguf": MODEL})
     loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="*.gguf")
     path = Path(ensure(ctx, loaded, lock)["model"].first)
@@ -206,7 +204,7 @@ def test_rehash_reads_again_what_is_remembered(
     assert fetch.Options("x", rehash=True).rehash
 
 
-def test_rehash_of_files_in_place(ctx: Context, tmp_path: Path) -> None:
+def test_rehash_reads_files_in_place_again(ctx: Context, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", MODEL)
     os.utime(path, (1_600_000_000, 1_600_000_000))
     loaded, lock = pinned(ctx, tmp_path, path="m.gguf")
@@ -215,23 +213,14 @@ def test_rehash_of_files_in_place(ctx: Context, tmp_path: Path) -> None:
         file.write(b"X")
     remember(ctx, path, lock.weights["model"].files[0].sha256)  # a bad sector: nothing tells
     ensure(ctx, loaded, lock)
-    with pytest.raises(LockError, match="not those that are pinned"):
+    with pytest.raises(LockError, match="differ from their pin"):
         ensure(ctx, loaded, lock, rehash=True)
 
 
 # --- several at once --------------------------------------------------------------------------
 
 
-def splits(count: int) -> dict[str, bytes]:
-    files = {}
-    for number in range(count):
-        own = {"split.no": number, "split.count": count, "split.tensors.count": 0}
-        metadata = {**llama_metadata(), **own} if not number else own
-        files[f"m-{number + 1:05d}-of-{count:05d}.gguf"] = gguf_bytes(metadata) + bytes(number)
-    return files
-
-
-def test_files_come_several_at_once_with_one_account_of_all(
+def test_download_runs_in_parallel_with_one_bar(
     ctx: Context, hub: Hub, tmp_path: Path, heard: Heard
 ) -> None:
     files = splits(6)
@@ -253,7 +242,7 @@ def test_files_come_several_at_once_with_one_account_of_all(
     assert (total, total) in heard.updates
 
 
-def test_one_that_fails_loses_nothing_of_the_others(ctx: Context, hub: Hub, tmp_path: Path) -> None:
+def test_download_failure_keeps_the_other_files(ctx: Context, hub: Hub, tmp_path: Path) -> None:
     files = splits(3)
     repo = hub.repo()
     repo.commit(files)
@@ -269,7 +258,7 @@ def test_one_that_fails_loses_nothing_of_the_others(ctx: Context, hub: Hub, tmp_
     assert len(hub.content.requests) - asked == 3 - fetched_first
 
 
-def test_an_interrupt_ends_all_of_them(
+def test_download_interrupt_ends_all_threads(
     ctx: Context, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {name: data + os.urandom(300_000) for name, data in splits(3).items()}
@@ -298,44 +287,24 @@ def test_an_interrupt_ends_all_of_them(
     for thread in threading.enumerate():
         if thread.name == NAME:
             thread.join(30)
-    assert not list(ctx.places.weights.rglob("*.gguf"))
+    assert not list(tmp_path.rglob("*.gguf"))
 
 
 # --- what a hub may do ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", [1, 2, 100])
-def test_a_hub_that_knows_no_blobs_lists_its_tree(
-    ctx: Context, hub: Hub, tmp_path: Path, page: int
-) -> None:
+def test_hub_without_blobs_in_its_listing(ctx: Context, hub: Hub, tmp_path: Path) -> None:
     repo = hub.repo()
-    repo.blobs, repo.page = False, page
-    repo.commit({"config.json": b"{}", "a/m.gguf": MODEL, "b.txt": b"x"})
+    repo.blobs = False
+    commit = repo.commit({"config.json": b"{}", "a/m.gguf": MODEL, "b.txt": b"x"})
     loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="**/*.gguf")
     (file,) = lock.weights["model"].files
     assert (file.size, file.sha256) == (len(MODEL), hashlib.sha256(MODEL).hexdigest())
     assert Path(ensure(ctx, loaded, lock)["model"].first).read_bytes() == MODEL
-
-
-@pytest.mark.parametrize(
-    ("body", "link", "why"),
-    [
-        (b"<html>", "", "not a listing"),
-        (b"[1]", "", "not a listing"),
-        (b"[]", "<https://evil.example/api/models/org/model/tree/x>; rel=next", "leads elsewhere"),
-        (b"[]", "<?cursor=1>; rel=next", "no end"),
-    ],
-)
-def test_a_tree_that_is_none(
-    ctx: Context, hub: Hub, tmp_path: Path, body: bytes, link: str, why: str
-) -> None:
-    repo = hub.repo()
-    repo.blobs = False
-    commit = repo.commit({"m.gguf": MODEL})
-    page = f"/api/models/org/model/tree/{commit}"
-    hub.api.pages[page] = lambda handler: handler.answer(200, body, {"Link": link} if link else {})
-    with pytest.raises(HostError, match=why):
-        pinned(ctx, tmp_path, hub="org/model", files="*.gguf")
+    for body in (b"<html>", b"[1]", b'[{"type": "file"}]'):
+        hub.api.pages[f"/api/models/org/model/paths-info/{commit}"] = page(200, body)
+        with pytest.raises(HostError, match="not a listing"):
+            pinned(ctx, tmp_path, hub="org/model", files="**/*.gguf")
 
 
 def shards(hub: Hub, index: dict[str, str], *names: str) -> HubRepo:
@@ -347,34 +316,28 @@ def shards(hub: Hub, index: dict[str, str], *names: str) -> HubRepo:
     return repo
 
 
-@pytest.mark.parametrize(
-    ("index", "names", "glob", "why"),
-    [
-        ({"a": "x.safetensors", "b": "y.safetensors"}, ["x.safetensors"], "sub/*",
-         "1 of 2 shards that the index names are not in the repository: sub/y.safetensors"),
-        ({"a": "x.safetensors", "b": "y.safetensors"}, ["x.safetensors", "y.safetensors"],
-         "sub/x*", "1 of 2 shards that the index names are left out by the glob"),
+def test_hub_index_is_compared_with_the_listing(ctx: Context, hub: Hub, tmp_path: Path) -> None:
+    both = {"a": "x.safetensors", "b": "y.safetensors"}
+    rows: list[tuple[dict[str, str], list[str], str, str]] = [
+        (both, ["x.safetensors"], "sub/*",
+         "1 of 2 shards in the index are not in the repository: sub/y.safetensors"),
+        (both, ["x.safetensors", "y.safetensors"], "sub/x*",
+         "1 of 2 shards in the index are not matched by the glob"),
         ({"a": "../x.safetensors"}, ["x.safetensors"], "sub/*", "damaged"),
-    ],
-)  # fmt: skip
-def test_an_index_on_the_hub_is_held_against_what_is_listed(
-    ctx: Context, hub: Hub, tmp_path: Path, index: dict[str, str], names: list[str], glob: str,
-    why: str,
-) -> None:  # fmt: skip
-    shards(hub, index, *names)
-    with pytest.raises(LockError, match=why):
-        pinned(ctx, tmp_path, hub="org/model", files=glob)
+    ]  # fmt: skip
+    for index, names, glob, said in rows:
+        shards(hub, index, *names)
+        with pytest.raises(LockError, match=said):
+            pinned(ctx, tmp_path, hub="org/model", files=glob)
 
 
-def test_an_index_whose_shards_are_all_there(ctx: Context, hub: Hub, tmp_path: Path) -> None:
+def test_hub_index_with_all_shards(ctx: Context, hub: Hub, tmp_path: Path) -> None:
     shards(hub, {"a": "x.safetensors"}, "x.safetensors")
     loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="sub/*")
     assert len(ensure(ctx, loaded, lock)["model"].files) == 2
 
 
-def test_what_the_hub_itself_has_wrong_is_seen_after_the_fetch(
-    ctx: Context, hub: Hub, tmp_path: Path
-) -> None:
+def test_download_of_a_committed_pointer_is_refused(ctx: Context, hub: Hub, tmp_path: Path) -> None:
     """The hash is right, and the file is no model: a pointer was committed in its place."""
     hub.repo().commit({"m.gguf": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"})
     loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="*.gguf")
@@ -382,34 +345,35 @@ def test_what_the_hub_itself_has_wrong_is_seen_after_the_fetch(
         ensure(ctx, loaded, lock)
 
 
-@pytest.mark.parametrize(
-    ("code", "said", "token", "kind", "why"),
-    [
-        (401, "GatedRepo", "", HostError, "gated"),
-        (403, "GatedRepo", TOKEN, HostError, "gated"),
-        (403, "", TOKEN, HostError, "gated"),
-        (404, "RevisionNotFound", "", NotFound, "no such revision"),
-        (404, "EntryNotFound", "", NotFound, "no such file"),
-        (410, "", "", NotFound, "no longer gives out this file"),
-    ],
-)
-def test_what_is_refused_at_the_file_is_told_apart(
-    ctx: Context, hub: Hub, tmp_path: Path, code: int, said: str, token: str,
-    kind: type[BakehouseError], why: str,
-) -> None:  # fmt: skip
+def test_hub_refusals_of_a_file_are_explained(ctx: Context, hub: Hub, tmp_path: Path) -> None:
+    rows = {
+        (401, "GatedRepo", ""): "hub-gated",
+        (403, "GatedRepo", TOKEN): "hub-gated",
+        (403, "", TOKEN): "hub-gated",
+        (404, "RevisionNotFound", ""): "hub-revision",
+        (404, "EntryNotFound", ""): "hub-file",
+        (410, "", ""): "hub-file",
+        (401, "", ""): "hub-login",
+        (418, "", ""): "hub",
+    }
     commit = hub.repo().commit({"m.gguf": MODEL})
-    known = replace(ctx, environment={**ctx.environment, "HF_TOKEN": token})
-    loaded, lock = pinned(known, tmp_path, hub="org/model", files="*.gguf")
-    page = f"/org/model/resolve/{commit}/m.gguf"
-    headers = {"X-Error-Code": said} if said else {}
-    hub.api.pages[page] = lambda handler: handler.answer(code, b"", headers)
-    with pytest.raises(kind, match=why) as caught:
-        ensure(known, loaded, lock)
-    assert TOKEN not in f"{caught.value} {caught.value.where} {caught.value.hint}"
-    assert not list(known.places.weights.rglob("*.gguf"))
+    loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="*.gguf")
+    got = {}
+    for code, said, token in rows:
+        own = replace(ctx, environment={**ctx.environment, "HF_TOKEN": token})
+        sent = {"X-Error-Code": said} if said else {}
+        hub.api.pages[f"/org/model/resolve/{commit}/m.gguf"] = page(code, b"", sent)
+        with pytest.raises(BakehouseError) as caught:
+            ensure(own, loaded, lock)
+        assert TOKEN not in f"{caught.value} {caught.value.where} {caught.value.hint}"
+        got[code, said, token] = caught.value.id
+    assert got == rows
+    assert not list(tmp_path.rglob("*.gguf"))
 
 
-def test_a_cut_and_a_refused_range_lose_nothing(ctx: Context, hub: Hub, tmp_path: Path) -> None:
+def test_download_survives_a_cut_and_a_refused_range(
+    ctx: Context, hub: Hub, tmp_path: Path
+) -> None:
     big = MODEL + os.urandom(500_000)
     repo = hub.repo()
     repo.commit({"m.gguf": big})
@@ -419,7 +383,9 @@ def test_a_cut_and_a_refused_range_lose_nothing(ctx: Context, hub: Hub, tmp_path
     assert Path(ensure(ctx, loaded, lock)["model"].first).read_bytes() == big
 
 
-def test_a_file_of_another_size_than_listed(ctx: Context, hub: Hub, tmp_path: Path) -> None:
+def test_download_of_another_size_than_listed_is_refused(
+    ctx: Context, hub: Hub, tmp_path: Path
+) -> None:
     repo = hub.repo()
     repo.commit({"m.gguf": MODEL})
     loaded, lock = pinned(ctx, tmp_path, hub="org/model", files="*.gguf")

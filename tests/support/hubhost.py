@@ -10,12 +10,17 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import quote
 
 from tests.support.filehost import FileHost, Handler, Resource, serve_files
 
 Page = Callable[[Handler], None]
 TOKEN = "hf_" + "sesame" * 4
+
+
+def page(status: int, body: bytes = b"", headers: Mapping[str, str] | None = None) -> Page:
+    """A page with one answer."""
+    return lambda handler: handler.answer(status, body, headers)
 
 
 class HubRepo:
@@ -27,8 +32,6 @@ class HubRepo:
         self.gated = False
         self.blobs = True
         """Whether the listing at a revision knows sizes and hashes, as it does with `blobs`."""
-        self.page = 2
-        """Files on one page of the tree listing."""
         self.resources: dict[str, Resource] = {}
 
     def commit(
@@ -47,7 +50,7 @@ class HubRepo:
         for path, data in files.items():
             sha256 = hashlib.sha256(data).hexdigest()
             row: dict[str, object] = {"rfilename": path, "size": len(data), "blobId": "0" * 40}
-            if path.endswith(".gguf"):
+            if path.endswith(lfs):
                 row["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 134}
             siblings.append(row)
             self.resources[path] = self.content.put(f"/blob/{sha256}", data)
@@ -57,32 +60,24 @@ class HubRepo:
         if not self.blobs:
             siblings = [{"rfilename": row["rfilename"]} for row in siblings]
         listing = json.dumps({"id": self.name, "sha": commit, "siblings": siblings}).encode()
-        self.api.pages[f"/api/models/{self.name}/tree/{commit}"] = self._guard(
-            self._tree(files, f"/api/models/{self.name}/tree/{commit}")
+        self.api.pages[f"/api/models/{self.name}/paths-info/{commit}"] = self._guard(
+            self._paths_info(files, lfs)
         )
         for named in (revision, commit):
             page = f"/api/models/{self.name}/revision/{quote(named, safe='')}"
             self.api.pages[page] = self._guard(lambda handler: handler.answer(200, listing))
         return commit
 
-    def _tree(self, files: Mapping[str, bytes], path: str) -> Page:
-        """The other listing: folders too, in pages that a Link header leads through."""
-        rows: list[dict[str, object]] = [{"type": "directory", "path": "x", "oid": "0", "size": 0}]
+    def _paths_info(self, files: Mapping[str, bytes], lfs: tuple[str, ...]) -> Page:
+        """Sizes and hashes of named files."""
+        rows: list[dict[str, object]] = [{"type": "directory", "path": "x", "oid": "0"}]
         for name, data in files.items():
             row: dict[str, object] = {"type": "file", "path": name, "size": len(data), "oid": "0"}
-            if name.endswith(".gguf"):
+            if name.endswith(lfs):
                 sha256 = hashlib.sha256(data).hexdigest()
                 row["lfs"] = {"oid": sha256, "size": len(data), "pointerSize": 134}
             rows.append(row)
-
-        def page(handler: Handler) -> None:
-            at = int((parse_qs(urlsplit(handler.path).query).get("cursor") or ["0"])[0])
-            following = at + self.page
-            link = {"Link": f'<{self.api.at(path)}?recursive=true&cursor={following}>; rel="next"'}
-            body = json.dumps(rows[at:following]).encode()
-            handler.answer(200, body, link if following < len(rows) else {})
-
-        return page
+        return lambda handler: handler.answer(200, json.dumps(rows).encode())
 
     def _redirect(self, to: str) -> Page:
         return lambda handler: handler.answer(302, b"", {"Location": to, "X-Linked-Etag": "x"})

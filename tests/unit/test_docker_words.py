@@ -27,7 +27,7 @@ from bakehouse.ports.docker import (
 from bakehouse.ports.docker_engine import DEFAULT, find_endpoint, registry_of
 from bakehouse.ports.docker_errors import explain, unreachable
 from bakehouse.recipe.model import Build, Container, Recipe
-from bakehouse.sources.oci import parse
+from bakehouse.recipe.references import parse
 from tests.support.file_trees import differences
 from tests.support.recipes import recipe_data
 from tests.support.small_engine import FAKE_HOST, small_lock

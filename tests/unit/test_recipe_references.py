@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bakehouse.recipe import references
-from bakehouse.recipe.references import BadReference, reference
-from bakehouse.sources.oci import parse
+from bakehouse.recipe.references import BadReference, parse, reference
 from tests.support.recipe_text import faults, lines, loaded
 
 HEX = "0123456789abcdef" * 4
@@ -40,6 +39,20 @@ def test_reference_accepts_the_grammar(tmp_path: Path) -> None:
         assert re.fullmatch(references.PATTERN, text), text
         made = loaded(tmp_path, RECIPE.replace("REF", f"'{text}'"))
         assert made.recipe.images == {"image": {"x86_64": text}}
+
+
+def test_reference_is_parsed_as_docker_does() -> None:
+    rows = {
+        "debian": ("docker.io/library/debian", "latest"),
+        "index.docker.io/debian": ("docker.io/library/debian", "latest"),
+        "vllm/vllm-openai:v1": ("docker.io/vllm/vllm-openai", "v1"),
+        "ghcr.io/o/l:x": ("ghcr.io/o/l", "x"),
+        "localhost:5000/a": ("localhost:5000/a", "latest"),
+        "127.0.0.1:5000/a/b:t": ("127.0.0.1:5000/a/b", "t"),
+        f"nvcr.io/a@sha256:{HEX}": ("nvcr.io/a", f"sha256:{HEX}"),
+        f"a/b:t@sha256:{HEX}": ("docker.io/a/b", f"sha256:{HEX}"),
+    }
+    assert {text: (parse(text).name, parse(text).wanted) for text in rows} == rows
 
 
 BAD = [
@@ -75,7 +88,6 @@ BAD = [
     ("а/b:1", "no reference has", ""),
     ("https://ghcr.io/x/y:1", "begins with 'https://': a reference is not a URL",
      "write ghcr.io/x/y:1"),
-    ("docker://x:1", "begins with 'docker://'", "write x:1"),
     ("docker:///x:1", "begins with 'docker:///'", "write x:1"),
     ("/a/b:1", "an invalid repository", "write a/b:1"),
     ("a//b", "an invalid repository", "write a/b"),

@@ -17,7 +17,7 @@ from bakehouse.errors import HostError
 from bakehouse.ports.docker_engine import RealDocker
 from bakehouse.sources import oci
 from bakehouse.sources.images import pin_image
-from tests.unit.test_registry_lies import CONFIG, MANIFEST, digest, encoded, whole
+from tests.support.manifests import CONFIG, MANIFEST, NO_ENGINE, digest, encoded, manifest_of
 
 BODY = encoded(CONFIG)
 
@@ -38,7 +38,7 @@ def registry(slow: str, pause: float) -> Iterator[tuple[str, list[str]]]:
             asked.append(kind)
             body, status = (
                 {"token": b'{"token": "t"}', "blobs": BODY, "head": b""}.get(
-                    kind, json.dumps(whole(BODY)).encode()
+                    kind, json.dumps(manifest_of(BODY)).encode()
                 ),
                 200,
             )
@@ -73,19 +73,18 @@ def registry(slow: str, pause: float) -> Iterator[tuple[str, list[str]]]:
 
 
 def pin(context: Context, host: str) -> str:
-    nobody = {"DOCKER_HOST": "unix:///nobody/listens.sock", "DOCKER_CONFIG": "/nobody/there"}
-    made = replace(context, docker=RealDocker(nobody))
+    made = replace(context, docker=RealDocker(NO_ENGINE))
     return str(pin_image(made, f"{host}/a:1", "x86_64").id)
 
 
-def test_one_that_answers_at_once(context: Context) -> None:
+def test_registry_that_answers_at_once(context: Context) -> None:
     with registry("nothing", 0) as (host, asked):
         assert pin(context, host) == digest(BODY)
     assert set(asked) == {"manifests", "token", "blobs", "head"}
 
 
 @pytest.mark.parametrize("slow", ["manifests", "token", "blobs", "head"])
-def test_a_question_that_drips_has_an_end(
+def test_registry_that_drips_is_given_up(
     context: Context, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     monkeypatch.setattr(oci, "ONCE_S", 0.6)
@@ -100,7 +99,7 @@ def test_a_question_that_drips_has_an_end(
     assert (1 <= asked.count(slow) <= 3, took < 8) == (True, True), (asked, took)
 
 
-def test_many_answers_that_are_each_a_little_late_have_an_end(
+def test_registry_that_is_always_a_little_late_is_given_up(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each comes within its own time: the manifest's takes more than half of what all may."""
