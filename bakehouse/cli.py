@@ -20,12 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
 
-from bakehouse.base import plain, to_json
-from bakehouse.checks import Check
+from bakehouse.context import Outcome
 from bakehouse.errors import BakehouseError, HostError, Interrupted, RecipeError, UsageError
-from bakehouse.outcome import Outcome
-from bakehouse.records.note import record_of
+from bakehouse.models import Check, plain, to_json
 from bakehouse.redact import Redactor, clean, secret_values
+from bakehouse.runs.store import record_of
 
 SCHEMA = 1
 """Version of the JSON document."""
@@ -127,13 +126,13 @@ def _attempt(edge: Edge) -> Result:
 def _run(edge: Edge) -> Result:
     from importlib import import_module  # `invoke --list` imports none of these
 
-    from bakehouse import console, logs
+    from bakehouse import console, debug_log
     from bakehouse.context import Context
-    from bakehouse.places import Places, recipes_folder
+    from bakehouse.paths import Places, recipes_folder
 
-    logs.silence()
+    debug_log.silence()
     if edge.debug and sys.stderr:
-        logs.configure(sys.stderr, edge.redactor, as_json=edge.json)
+        debug_log.configure(sys.stderr, edge.redactor, as_json=edge.json)
     if edge.json and edge.options.get("foreground"):
         raise UsageError(
             "--foreground cannot be combined with --json",
@@ -256,7 +255,7 @@ def _keep_traceback(error: BaseException, edge: Edge, record: str | None) -> str
     """Write the traceback beside the record or into the state folder; return its path."""
     import traceback
 
-    from bakehouse.places import Places
+    from bakehouse.paths import Places
 
     if record and (kept := Path(record) / "traceback.txt").exists():
         return str(kept)

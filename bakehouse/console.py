@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bakehouse.checks import Check, Verdict
 from bakehouse.errors import BakehouseError
+from bakehouse.models import Check, Verdict
 from bakehouse.progress import Bar, Progress
 from bakehouse.redact import Redactor, clean
 from bakehouse.util.text import quantity as amount

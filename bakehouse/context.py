@@ -1,19 +1,22 @@
-"""What every command gets: folders, clients and progress. Made once, in `cli`."""
+"""What a command gets (paths, clients, progress) and what it returns."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from bakehouse.places import Places
-from bakehouse.ports.clock import Clock, RealClock
-from bakehouse.ports.docker_engine import RealDocker
-from bakehouse.ports.http import Http, RealHttp
-from bakehouse.ports.process import Processes, RealProcesses
+from bakehouse.errors import BakehouseError
+from bakehouse.models import Check
+from bakehouse.paths import Places
 from bakehouse.progress import Progress, Silent
 from bakehouse.redact import Redactor
+from bakehouse.system.clock import Clock, RealClock
+from bakehouse.system.docker.client import DockerClient
+from bakehouse.system.http import Http, RealHttp
+from bakehouse.system.process import Processes, RealProcesses
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,25 @@ class Context:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     processes: Processes = field(default_factory=RealProcesses)
     http: Http = field(default_factory=RealHttp)
-    docker: RealDocker = field(default_factory=RealDocker)
+    docker: DockerClient = field(default_factory=DockerClient)
     clock: Clock = field(default_factory=RealClock)
     progress: Progress = field(default_factory=Silent)
     redactor: Redactor = field(default_factory=Redactor)
     """Knows all secrets seen so far; records, logs and all output pass through it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A command's result. `text` is for people and goes to standard output."""
+
+    result: dict[str, Any]
+    text: str = ""
+    checks: tuple[Check, ...] = field(default=())
+    exit: int = 0
+    lines: Iterable[str] = ()
+    """Streamed text, such as a followed log, printed line by line after `text`; not read with
+    `--json`."""
+    error: BakehouseError | None = None
+    """An error beside the result; its exit code is then used."""
+    told: bool = False
+    """Whether `text` contains the checks already, so that they are not printed again."""

@@ -13,7 +13,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
-    from bakehouse.checks import Check
+    from bakehouse.models import Check
 
 
 class BakehouseError(Exception):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pydantic import Field
 
-from bakehouse.base import Frozen
-from bakehouse.ports.process import Processes, environment
+from bakehouse.models import Frozen
+from bakehouse.system.process import Processes, environment
 
 
 class HostFacts(Frozen):

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from bakehouse.base import Frozen, digest
 from bakehouse.errors import HostError
+from bakehouse.models import Frozen, digest
 
 
 class FilePin(Frozen):

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from bakehouse import atomic
-from bakehouse.base import Frozen, to_json
 from bakehouse.context import Context
 from bakehouse.errors import HostError
-from bakehouse.ports.process import environment
+from bakehouse.models import Frozen, to_json
 from bakehouse.redact import clean
+from bakehouse.system.process import environment
+from bakehouse.util import files as atomic
 
 ANSWER_S = 20.0
 """Time limit in seconds for a tool to print its version."""

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from bakehouse.context import Context
-from bakehouse.places import Places
-from bakehouse.recipe.load import find, load
-from bakehouse.resolve import ensure_lock
+from bakehouse.paths import Places
+from bakehouse.recipe.loader import find, load
+from bakehouse.resolver import ensure_lock
 from bakehouse.sources.weights import ensure
 from tests.support.docker_engine import docker_engine, docker_registry  # noqa: F401 - fixtures
 from tests.support.house import house  # noqa: F401 - a fixture

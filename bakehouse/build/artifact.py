@@ -17,11 +17,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from bakehouse import atomic
-from bakehouse.base import Frozen, digest, to_json
-from bakehouse.checks import Check
+from bakehouse.models import Check, Frozen, digest, to_json
 from bakehouse.plan.types import ARTIFACT_RECORD as RECORD
 from bakehouse.plan.types import BuildInputs
+from bakehouse.util import files as atomic
 from bakehouse.util.files import sha256_file
 
 

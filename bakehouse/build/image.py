@@ -16,44 +16,46 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from bakehouse.base import Frozen, digest, to_json
-from bakehouse.build import configure as file_api
-from bakehouse.build import steps
-from bakehouse.build.able import as_facts, probe_image, require_capabilities, summary
-from bakehouse.build.ensure import write_source
-from bakehouse.build.first import FirstError, first_build_error, first_cmake_error
+from bakehouse.build import builder, cmake_file_api
+from bakehouse.build.builder import digest_lock, write_source
+from bakehouse.build.error_parser import (
+    FirstError,
+    NinjaWatch,
+    first_build_error,
+    first_cmake_error,
+)
 from bakehouse.build.install import judge_files
-from bakehouse.build.ninja import NinjaWatch
-from bakehouse.build.work import digest_lock
-from bakehouse.checks import Check, check
 from bakehouse.context import Context
-from bakehouse.engines.configured import Configured, CudaExpected, Expected
-from bakehouse.engines.llamacpp.accept import RULES
-from bakehouse.engines.llamacpp.cmake import asked, git_stand_in
-from bakehouse.engines.llamacpp.cuda import decisive, refuse_cuda
-from bakehouse.engines.vllm.able import ImageCapabilities, names_of
+from bakehouse.cuda.configure import ARCHITECTURES, for_builder, wants_cuda
+from bakehouse.cuda.elf import read_cuda_file
+from bakehouse.cuda.toolkit import NotAToolkit, Requested, Told, inspect, split_list
+from bakehouse.cuda.verify import accept_artifact, accept_devices, covers, find_cuda_file
+from bakehouse.engines.base import Configured, CudaExpected, Expected
+from bakehouse.engines.llamacpp.cmake import RULES, asked, decisive, git_stand_in, refuse_cuda
+from bakehouse.engines.vllm.image_probe import (
+    ImageCapabilities,
+    as_facts,
+    names_of,
+    probe_image,
+    require_capabilities,
+    summary,
+)
 from bakehouse.errors import BakehouseError, BuildFailed, HostError
 from bakehouse.host import read_gpus
 from bakehouse.lock import Lock
+from bakehouse.models import Check, Frozen, check, digest, to_json
 from bakehouse.plan.image import CUDA_ROOT, SCRIPTS, base_name, expected_of, script
 from bakehouse.plan.types import ImagePlan
-from bakehouse.ports.docker import OURS, Answered, ContainerSpec, ImageFacts, Mount
-from bakehouse.ports.docker_engine import RealDocker
-from bakehouse.ports.docker_errors import explain
-from bakehouse.ports.process import Captured, Finished, environment
-from bakehouse.recipe.load import Loaded
-from bakehouse.recipe.model import Build
-from bakehouse.records.store import Run
+from bakehouse.recipe.loader import LoadedRecipe
+from bakehouse.recipe.models import Build
 from bakehouse.redact import clean
-from bakehouse.sources.configs import architectures
+from bakehouse.runs.store import Run
 from bakehouse.sources.images import ensure_image
-from bakehouse.toolkit.artifact import accept_artifact, accept_devices, covers, find_cuda_file
-from bakehouse.toolkit.embedded import read_cuda_file
-from bakehouse.toolkit.find import NotAToolkit, inspect
-from bakehouse.toolkit.force import ARCHITECTURES, wants_cuda
-from bakehouse.toolkit.settle import for_builder
-from bakehouse.toolkit.types import Requested, split_list
-from bakehouse.toolkit.views import Told
+from bakehouse.sources.weights import architectures
+from bakehouse.system.docker.client import DockerClient
+from bakehouse.system.docker.errors import explain
+from bakehouse.system.docker.models import OURS, Answered, ContainerSpec, ImageFacts, Mount
+from bakehouse.system.process import Captured, Finished, environment
 from bakehouse.util.files import write_atomic
 
 PASSED_ON = (
@@ -128,7 +130,9 @@ class BuiltImage(NamedTuple):
     checks: tuple[Check, ...] = ()
 
 
-def ensure(ctx: Context, loaded: Loaded, lock: Lock, plan: ImagePlan, run: Run) -> ImageArtifact:
+def ensure(
+    ctx: Context, loaded: LoadedRecipe, lock: Lock, plan: ImagePlan, run: Run
+) -> ImageArtifact:
     """Pull or build the plan's image, and verify that it supports what the recipe needs.
 
     Raises HostError (9), LockError (4), NotFound (3), BuildFailed (6) if it does not.
@@ -147,7 +151,7 @@ def ensure(ctx: Context, loaded: Loaded, lock: Lock, plan: ImagePlan, run: Run) 
 
 
 def _pull_or_build(
-    ctx: Context, loaded: Loaded, lock: Lock, plan: ImagePlan, run: Run
+    ctx: Context, loaded: LoadedRecipe, lock: Lock, plan: ImagePlan, run: Run
 ) -> tuple[BuiltImage, bool]:
     """The image, and whether it was here already."""
     if plan.dockerfile and (kept := built_already(ctx, plan)):
@@ -168,7 +172,7 @@ def _pull_or_build(
 
 
 def _probe(
-    ctx: Context, loaded: Loaded, lock: Lock, plan: ImagePlan, image: ImageFacts, run: Run
+    ctx: Context, loaded: LoadedRecipe, lock: Lock, plan: ImagePlan, image: ImageFacts, run: Run
 ) -> tuple[tuple[Check, ...], ImageCapabilities | None, bool]:
     """Query a vLLM image: its checks, its answer, and whether the answer was kept before."""
     needs = plan.asks
@@ -338,7 +342,7 @@ def read_tar(chunks: Iterable[bytes]) -> Iterator[tuple[tarfile.TarInfo, BinaryI
 
 @contextmanager
 def exported(
-    docker: RealDocker, image: str
+    docker: DockerClient, image: str
 ) -> Iterator[Iterator[tuple[tarfile.TarInfo, BinaryIO | None]]]:
     """Iterate over an image's files as `read_tar` does; its container never starts."""
     container = docker.create(ContainerSpec(image=image, argv=("none",), network="none"))
@@ -349,7 +353,7 @@ def exported(
 
 
 def image_files(
-    docker: RealDocker, image: str, *, below: str = "", target: Path | None = None
+    docker: DockerClient, image: str, *, below: str = "", target: Path | None = None
 ) -> tuple[ImageFile, ...]:
     """List an image's file tree, with the sha256 of every file.
 
@@ -403,7 +407,7 @@ def build_image(ctx: Context, lock: Lock, plan: ImagePlan, build: Build, run: Ru
     with digest_lock(ctx, ctx.places.images, plan.digest):
         if kept := built_already(ctx, plan):
             return kept
-        steps.clear(job.folder)
+        builder.clear(job.folder)
         try:
             with run.step("source"):
                 _write_context(job, lock)
@@ -419,7 +423,7 @@ def build_image(ctx: Context, lock: Lock, plan: ImagePlan, build: Build, run: Ru
         finally:
             # Not sooner: the classic builder rebuilds every stage whose image is gone.
             ctx.docker.remove_image(f"{plan.image}-evidence")
-            steps.clear(job.folder)
+            builder.clear(job.folder)
 
 
 def _write_context(job: DockerBuild, lock: Lock) -> None:
@@ -428,7 +432,7 @@ def _write_context(job: DockerBuild, lock: Lock) -> None:
     tools.mkdir(parents=True)
     write_source(job.ctx, lock, job.folder / "src")
     (job.folder / "Dockerfile").write_text(str(job.plan.dockerfile))
-    (job.folder / "query.json").write_text(file_api.questions())
+    (job.folder / "query.json").write_text(cmake_file_api.questions())
     for name, data in {
         "git": git_stand_in(lock).encode(),
         **{s: script(s) for s in SCRIPTS},
@@ -450,7 +454,7 @@ def _configure(job: DockerBuild) -> Configured:
     cmake_log = log.with_name(f"{log.stem}-cmake.log")
     cmake_log.write_bytes((out / "configure.log").read_bytes())
     try:
-        return file_api.read(out, cmake_log, job.folder / "src")
+        return cmake_file_api.read(out, cmake_log, job.folder / "src")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BuildFailed(
             f"CMake's file API answers cannot be read: {error}", where=str(cmake_log),
@@ -488,7 +492,7 @@ def _accept(configured: Configured, expected: Expected, run: Run) -> tuple[Check
         checks = tuple(c for rule in RULES for c in rule(configured, expected))
     run.checks(checks)
     refuse_cuda(configured, expected, checks)
-    steps.all_passed("CMake's configuration is not what the recipe wants", decisive(checks))
+    builder.all_passed("CMake's configuration is not what the recipe wants", decisive(checks))
     return checks
 
 
@@ -513,12 +517,12 @@ def _verify(
         *_check_files(inside, files, expected, toolkit, f"{below} in {plan.image}", below),
     )
     job.run.checks(checks)
-    steps.all_passed("the built image is not as planned", checks)
+    builder.all_passed("the built image is not as planned", checks)
     ran = _run_server(job, lock, found, toolkit.stub if toolkit else None)
     if expected.cuda and job.ctx.docker.facts().nvidia:
         ran += _check_devices(job, found.id, inside)
     job.run.checks(ran)
-    steps.all_passed("the built image failed verification", (*checks, *ran))
+    builder.all_passed("the built image failed verification", (*checks, *ran))
     return job.keep(found, (*configured, *checks, *ran), files)
 
 
@@ -569,7 +573,7 @@ def _run_server(
         return ()
     caught = Captured(step.argv, answer.code, answer.out, answer.err)
     where = f"{' '.join(step.argv)} in {job.plan.image}"
-    return steps.judge_version(caught, lock.stamp, lock.build_number, where)
+    return builder.judge_version(caught, lock.stamp, lock.build_number, where)
 
 
 def _question(image: str, *argv: str) -> ContainerSpec:
@@ -586,17 +590,17 @@ def _ask_version(job: DockerBuild, spec: ContainerSpec, stub: Path | None) -> An
     toolkit's stub of the driver, which is enough for a version.
     """
     docker = job.ctx.docker
-    answer = docker.ask(spec, timeout=steps.VERSION_S)
+    answer = docker.ask(spec, timeout=builder.VERSION_S)
     if not answer.code or DRIVER not in answer.err:
         return answer
     if docker.facts().nvidia:
-        return docker.ask(spec.model_copy(update={"gpus": "all"}), timeout=steps.VERSION_S)
+        return docker.ask(spec.model_copy(update={"gpus": "all"}), timeout=builder.VERSION_S)
     if stub is None:
         return answer
     mount = Mount(source=str(stub.absolute()), target=f"{STUB_FOLDER}/{DRIVER}")
     with_stub = {"mounts": (mount,), "env": {**spec.env, "LD_LIBRARY_PATH": STUB_FOLDER}}
     try:
-        instead = docker.ask(spec.model_copy(update=with_stub), timeout=steps.VERSION_S)
+        instead = docker.ask(spec.model_copy(update=with_stub), timeout=builder.VERSION_S)
     except BakehouseError:  # an engine on another machine does not see our files
         return answer
     if not instead.code:
@@ -613,7 +617,7 @@ def _check_devices(job: DockerBuild, image: str, copies: Path) -> tuple[Check, .
         job.run.fact("devices", "built for another GPU than this machine's")
         return ()
     spec = _question(image, job.plan.server, "--list-devices").model_copy(update={"gpus": "all"})
-    answer = job.ctx.docker.ask(spec, timeout=steps.VERSION_S)
+    answer = job.ctx.docker.ask(spec, timeout=builder.VERSION_S)
     driver = [gpu.to_data() for gpu in gpus]
     job.run.fact("devices", {"listed": clean(answer.out), "driver": driver})
     return accept_devices(answer.out, gpus, embedded)

@@ -16,28 +16,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bakehouse.build import steps
-from bakehouse.build.able import run_script
+from bakehouse.build import builder
+from bakehouse.build.builder import digest_lock
 from bakehouse.build.image import BuiltImage, DockerBuild, built_already, check_labels
-from bakehouse.build.work import digest_lock
-from bakehouse.checks import check
 from bakehouse.context import Context
-from bakehouse.engines.vllm import reading
+from bakehouse.engines.vllm.image_probe import run_script
+from bakehouse.engines.vllm.scripts import read_files as reading
 from bakehouse.errors import BakehouseError, BuildFailed
 from bakehouse.lock import GitPin, Lock, PatchPin
+from bakehouse.models import check
+from bakehouse.patches.apply import diff_of, does_not_apply, try_apply
+from bakehouse.patches.diff import FilePart, read_diff
+from bakehouse.patches.source_tree import list_tree, materialise, repository_of, write_tree
 from bakehouse.plan.image import script
 from bakehouse.plan.types import ImagePlan
-from bakehouse.ports.git import Git, GitFailed
-from bakehouse.records.store import Run
 from bakehouse.redact import clean
-from bakehouse.sources.archive import to_objects
-from bakehouse.sources.diffs import FilePart, read_diff
-from bakehouse.sources.fitting import try_patch
-from bakehouse.sources.mirror import ensure_commit, make_bare
-from bakehouse.sources.mods import copy_mod
-from bakehouse.sources.patches import diff_of, does_not_apply
-from bakehouse.sources.refs import find_ref
-from bakehouse.sources.tree import list_tree, materialise, repository_of, write_tree
+from bakehouse.resolver import copy_mod
+from bakehouse.runs.store import Run
+from bakehouse.sources.archives import to_objects
+from bakehouse.sources.git_mirror import ensure_commit, find_ref, make_bare
+from bakehouse.system.git import Git, GitFailed
 
 PACKAGE = "vllm/"
 COMPILED = re.compile(
@@ -81,7 +79,7 @@ def lay_over(ctx: Context, lock: Lock, plan: ImagePlan, run: Run, *, recipes: Pa
                 overlay = make_overlay(ctx, lock, plan.pin.ref)
         run.fact("overlay", {"files": overlay.hashes, "removed": list(overlay.removed),
                              "left out": list(overlay.left_out)})  # fmt: skip
-        steps.clear(job.folder)
+        builder.clear(job.folder)
         try:
             _write_files(job.folder / "overlay" / "files", overlay.files)
             (job.folder / "overlay" / "removed.json").write_text(json.dumps(overlay.removed))
@@ -91,7 +89,7 @@ def lay_over(ctx: Context, lock: Lock, plan: ImagePlan, run: Run, *, recipes: Pa
                 copy_mod(recipes, mod, job.folder / "mods" / str(number))
             job.docker("build")
         finally:
-            steps.clear(job.folder)
+            builder.clear(job.folder)
         return _verify_overlay(job, overlay)
 
 
@@ -118,7 +116,7 @@ def _verify_overlay(job: DockerBuild, overlay: Overlay) -> BuiltImage:
         check("image.user", before, after, plan.image, ok=before == after),
     )
     job.run.checks(checks)
-    steps.all_passed("the built image is not as planned", checks)
+    builder.all_passed("the built image is not as planned", checks)
     return job.keep(found, checks)
 
 
@@ -191,7 +189,7 @@ def _patched(ctx: Context, pins: Sequence[PatchPin], image: str) -> Overlay:
         for pin, parts in diffs:
             ours = [part for part in parts if part.path.startswith(PACKAGE)]
             if ours:
-                fit = try_patch(git, repository, tree, b"".join(map(_text, ours)), pin.file.path)
+                fit = try_apply(git, repository, tree, b"".join(map(_text, ours)), pin.file.path)
                 if not fit.good(pin.allow) or fit.tree is None:
                     raise does_not_apply(pin, fit)
                 tree = fit.tree

@@ -1,20 +1,62 @@
-"""Collect and strip the files of an artifact: the targets and the libraries that they load."""
+"""Strip and collect files of a build."""
 
 from __future__ import annotations
 
+import errno
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bakehouse.build.disk import disk_full, says_full, starved
-from bakehouse.checks import Check, check
 from bakehouse.context import Context
-from bakehouse.engines.configured import Configured
-from bakehouse.errors import BuildFailed
+from bakehouse.cuda.elf import ElfFile, NotElf, read_dynamic
+from bakehouse.engines.base import Configured
+from bakehouse.errors import BuildFailed, HostError, is_disk_full, os_error
+from bakehouse.models import Check, check
 from bakehouse.plan.types import BuildPlan, Step
-from bakehouse.ports.process import environment
-from bakehouse.toolkit.embedded import ElfFile, NotElf, read_dynamic
+from bakehouse.system.process import environment
+
+NO_SPACE = "No space left on device"
+STARVED_BYTES = 64 * 2**20
+"""Free bytes below which a failure without a named cause counts as a full disk: what could not be
+written has been removed by then, so that a little is free again."""
+
+
+def starved(folder: Path) -> bool:
+    """Whether so little is free that programs fail without a message."""
+    return shutil.disk_usage(folder).free < STARVED_BYTES
+
+
+def says_full(lines: Iterable[str]) -> bool:
+    """Whether a program reported a full disk."""
+    return any(NO_SPACE in line for line in lines)
+
+
+def disk_full(where: str) -> HostError:
+    """Make the error for a full disk."""
+    return HostError(
+        "the disk is full; the unfinished build has been removed",
+        where=where,
+        hint="free some space (a CPU build takes about 1 GiB, a CUDA build 10 GiB), then repeat",
+        id="disk-full",
+    )
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Translate OSErrors of a full or read-only disk into HostError."""
+    try:
+        yield
+    except OSError as error:
+        if is_disk_full(error):
+            raise disk_full(str(error.filename or folder)) from error
+        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}:
+            hint = "fix its permissions, or set BAKEHOUSE_HOME to a folder of your own"
+            what = "the cache folder is not writable"
+            raise os_error(error, what, folder, hint, HostError.default_id) from error
+        raise
+
 
 PROGRAM_MODE, LIBRARY_MODE, FOLDER_MODE = 0o755, 0o644, 0o755
 STRIP_S = 300.0

@@ -1,4 +1,4 @@
-"""How headers are read: small positioned reads, so that a range request can stand in for a file."""
+"""Byte sources, and file types by their first bytes."""
 
 from __future__ import annotations
 
@@ -107,3 +107,79 @@ class BytesSource:
 
 def _reason(error: OSError | ValueError) -> str:
     return getattr(error, "strerror", None) or str(error)
+
+
+HEAD = 512
+"""Bytes that are looked at."""
+
+
+def wrong_format(source: ByteSource, wanted: str, head: bytes | None = None) -> CheckpointError:
+    """Name the cause for which `source` is not a `wanted` file, with what to do about it."""
+    head = source.read(0, HEAD) if head is None else head[:HEAD]
+    cause, hint = _cause(head, source.size, wanted)
+    return CheckpointError(cause, where=f"{source.name}, first bytes {head[:8]!r}", hint=hint)
+
+
+_AGAIN = "download the file again"
+
+
+def _cause(head: bytes, size: int, wanted: str) -> tuple[str, str]:
+    """What it is, and what to do."""
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if size == 0:
+        return "the file is empty", _AGAIN
+    if not head.strip(b"\0"):
+        return (
+            "the file begins with zeros only: space was reserved for it and never filled",
+            f"the download was cut short; {_AGAIN}",
+        )
+    for starts, what, hint in _TEXTS:
+        if text[:40].lower().startswith(starts):
+            return what.format(size=size, wanted=wanted, line=_line(text)), hint
+    for magic, name in _KNOWN:
+        if head.startswith(magic) and name != wanted:
+            return f"this is a {name} file, not {wanted}", f"give a {wanted} file"
+    return f"this is not a {wanted} file", f"give a {wanted} file, or {_AGAIN}"
+
+
+_TEXTS: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
+    (
+        (b"version https://git-lfs", b"version https://hawser"),
+        "this is a git-lfs pointer of {size} bytes, not the weights",
+        "fetch the real file: git lfs pull in that checkout, or let `invoke fetch` get it",
+    ),
+    (
+        (b"<!do", b"<htm", b"<head", b"<?xml", b"<!--", b"<error"),
+        "this is an HTML or XML page, not a {wanted} file",
+        "the link gave a page (a login, an error): use the file's own address and a valid token",
+    ),
+    (
+        (b"entr", b"inva", b"acce", b"unau", b"forb", b"not f", b"repo", b"404", b"401", b"403"),
+        "this is an HTTP error message ({line}), not a {wanted} file",
+        f"the file's name, the revision or the token is wrong: correct it, then {_AGAIN}",
+    ),
+    ((b"{",), "this is JSON ({line}), not a {wanted} file", _AGAIN),
+)
+
+_KNOWN = (
+    (b"GGUF", "GGUF"),
+    (b"FUGG", "byte-swapped GGUF"),
+    (b"lmgg", "ggml (before GGUF)"),
+    (b"fmgg", "ggmf (before GGUF)"),
+    (b"tjgg", "ggjt (before GGUF)"),
+    (b"algg", "ggla (a LoRA from before GGUF)"),
+    (b"PK\x03\x04", "zip archive (PyTorch pickles are such)"),
+    (b"\x80\x02", "pickle"),
+    (b"\x80\x04", "pickle"),
+    (b"\x89HDF", "HDF5"),
+    (b"\x1f\x8b", "gzip"),
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+    (b"\xfd7zXZ", "xz"),
+    (b"\x7fELF", "program (ELF)"),
+)
+
+
+def _line(text: bytes) -> str:
+    """The first line, short and printable."""
+    line = text.splitlines()[0][:60] if text else b""
+    return "".join(c if c.isprintable() else "?" for c in line.decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""A checkpoint rewritten into small shards: streamed by offset, verified by hash, all or nothing.
+"""Rewrite a checkpoint into small shards.
 
 Output is made in `OUT.part` and renamed to `OUT` when all of it is verified and on disk. Whenever
 it was ended, asking for the same cut again goes on from what is whole, and verifies that too.
@@ -6,25 +6,201 @@ it was ended, asking for the same cut again goes on from what is whole, and veri
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bakehouse.checkpoints.copying import copy_range, forget, sha256_range
-from bakehouse.checkpoints.files import INDEX, check_numbers, check_shards, read_index
+from bakehouse.checkpoints.checkpoint import (
+    INDEX,
+    CheckpointFile,
+    check_numbers,
+    check_shards,
+    read_index,
+)
+from bakehouse.checkpoints.gguf import SAFETENSORS_BITS, Tensor
 from bakehouse.checkpoints.reader import FileSource
 from bakehouse.checkpoints.safetensors import SafetensorsHeader, read_safetensors
-from bakehouse.checkpoints.shards import Cut, Placed, Shard, cut
-from bakehouse.checkpoints.whole import CheckpointFile
 from bakehouse.errors import CheckpointError, HostError, NotFound, UsageError, is_disk_full
+from bakehouse.models import digest
 from bakehouse.progress import Bar, Progress
 from bakehouse.util.files import file_lock
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor and the file (by its number among the inputs) that it is read from."""
+
+    tensor: Tensor
+    file: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One output file: its header, and its tensors in the order in which they are written."""
+
+    name: str
+    head: bytes
+    tensors: tuple[Placed, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the finished file."""
+        return len(self.head) + sum(placed.tensor.size for placed in self.tensors)
+
+    def offsets(self) -> list[int]:
+        """Where each tensor begins in the file."""
+        at, found = len(self.head), []
+        for placed in self.tensors:
+            found.append(at)
+            at += placed.tensor.size
+        return found
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The whole plan."""
+
+    shards: tuple[Shard, ...]
+    index: bytes | None
+    """The index file; None where there is one shard only."""
+    oversized: tuple[str, ...]
+    """Tensors that alone are larger than a shard may be."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.size for shard in self.shards)
+
+    @property
+    def digest(self) -> str:
+        """Names this plan, so that a half-made output is only gone on with by the same one."""
+        return digest([[s.name, s.size, s.head[8:].decode()] for s in self.shards])
+
+
+def cut(
+    tensors: Sequence[Placed], most: int, metadata: Mapping[str, str], index: Mapping[str, object]
+) -> Cut:
+    """Put tensors, in their order, into files of at most `most` bytes each.
+
+    A tensor that is larger gets a file of its own. `metadata` goes into every header, `index` into
+    the index's own metadata.
+    """
+    groups: list[list[Placed]] = []
+    oversized = []
+    held = 0
+    base = len(_head([], metadata)) + 8
+    for placed in tensors:
+        # Name, type, shape and offsets, with room for the longest numbers.
+        entry = len(json.dumps(placed.tensor.name)) + 96 + 21 * len(placed.tensor.shape)
+        need = placed.tensor.size + entry
+        if base + need > most:
+            oversized.append(placed.tensor.name)
+        if not groups or held + need > most:
+            groups.append([])
+            held = base
+        groups[-1].append(placed)
+        held += need
+    shards = tuple(_shard(i, len(groups), group, metadata) for i, group in enumerate(groups, 1))
+    return Cut(shards, _index(shards, index) if len(shards) > 1 else None, tuple(oversized))
+
+
+def _shard(number: int, count: int, group: list[Placed], metadata: Mapping[str, str]) -> Shard:
+    # Wide types first, as the safetensors library writes them: so every tensor stays aligned.
+    group = sorted(group, key=lambda p: -SAFETENSORS_BITS[p.tensor.type])
+    name = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+    return Shard(name, _head([p.tensor for p in group], metadata), tuple(group))
+
+
+def _head(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for tensor in tensors:
+        entries[tensor.name] = {
+            "dtype": tensor.type,
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.size],
+        }
+        at += tensor.size
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _index(shards: Sequence[Shard], metadata: Mapping[str, object]) -> bytes:
+    places = {p.tensor.name: shard.name for shard in shards for p in shard.tensors}
+    total = sum(p.tensor.size for shard in shards for p in shard.tensors)
+    made = {
+        "metadata": {**metadata, "total_size": total},
+        "weight_map": dict(sorted(places.items())),
+    }
+    return (json.dumps(made, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+COPIED = 512 * 2**10
+"""Bytes that are copied at once: what stays in a core's own cache. Larger pieces, and the kernel's
+own copying from file to file at odd offsets, take half as long again (`scripts/bench`)."""
+BUFFER = 8 * 2**20
+"""Bytes that are hashed at once, and between two reports of progress."""
+
+
+def copy_range(
+    source: int, offset: int, target: int, length: int, on_bytes: Callable[[int], None]
+) -> None:
+    """Copy `length` bytes from `offset` of one open file to where the other one stands.
+
+    Raises OSError, and EOFError where the source ends early.
+    """
+    buffer = memoryview(bytearray(min(COPIED, max(length, 1))))
+    done = 0
+    while length:
+        piece = buffer[: min(len(buffer), length)]
+        count = os.preadv(source, [piece], offset)
+        if not count:
+            raise EOFError
+        _write_all(target, piece[:count])
+        offset += count
+        length -= count
+        done += count
+        if done >= BUFFER or not length:
+            on_bytes(done)
+            done = 0
+
+
+def _write_all(target: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(target, view) :]
+
+
+def sha256_range(file: int, offset: int, length: int, on_bytes: Callable[[int], None]) -> str:
+    """Hash a part of an open file, in hex. Raises OSError, and EOFError for a short file."""
+    summed = hashlib.sha256()
+    buffer = memoryview(bytearray(min(COPIED, max(length, 1))))
+    done = 0
+    while length:
+        count = os.preadv(file, [buffer[: min(len(buffer), length)]], offset)
+        if not count:
+            raise EOFError
+        summed.update(buffer[:count])
+        offset += count
+        length -= count
+        done += count
+        if done >= BUFFER or not length:
+            on_bytes(done)
+            done = 0
+    return summed.hexdigest()
+
+
+def forget(file: int) -> None:
+    """Give a file's pages back to the machine; on unified memory they stand in the way."""
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
 
 WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 NOTE = ".bakehouse-reshard.json"

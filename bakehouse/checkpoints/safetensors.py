@@ -11,9 +11,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from bakehouse.checkpoints.identify import wrong_format
-from bakehouse.checkpoints.reader import ByteSource
-from bakehouse.checkpoints.tensors import SAFETENSORS_BITS, Tensor
+from bakehouse.checkpoints.gguf import SAFETENSORS_BITS, Tensor
+from bakehouse.checkpoints.reader import ByteSource, wrong_format
 from bakehouse.errors import CheckpointError
 
 MAX_HEADER = 100_000_000

@@ -6,21 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from bakehouse import flags
-from bakehouse.base import digest
 from bakehouse.build.artifact import Artifact
-from bakehouse.build.ensure import ensure
+from bakehouse.build.builder import ensure
 from bakehouse.build.image import ImageArtifact
 from bakehouse.build.image import ensure as ensure_image
-from bakehouse.commands.planned import build_lines, is_built, parse_jobs
-from bakehouse.context import Context
+from bakehouse.commands.plan import build_lines, is_built, parse_jobs
+from bakehouse.context import Context, Outcome
 from bakehouse.lock import Lock
-from bakehouse.outcome import Outcome
-from bakehouse.patches import for_run
+from bakehouse.models import digest
+from bakehouse.patch_review import overrides
+from bakehouse.plan.planner import inspect_host, plan_engine
 from bakehouse.plan.types import BuildPlan, ImagePlan
-from bakehouse.plan.whole import plan_engine, survey
-from bakehouse.preflight import combinations
-from bakehouse.recipe.load import Loaded, find
-from bakehouse.records.store import Run
+from bakehouse.preflight import rules
+from bakehouse.recipe.loader import LoadedRecipe, find
+from bakehouse.runs.store import Run
 
 Options = flags.Build
 
@@ -28,19 +27,21 @@ Options = flags.Build
 def run(ctx: Context, options: Options) -> Outcome:
     """Build or reuse; with `dry_run` only print the steps."""
     jobs = parse_jobs(options.jobs)
-    asked = for_run.asked(options)
+    asked = overrides.parse_overrides(options)
     path = find(options.recipe, ctx.recipes)
-    loaded = combinations.load_good(path, options.set_, asked.change(ctx))
+    loaded = rules.load_and_check(path, options.set_, asked.change(ctx))
     if options.dry_run:
-        lock = for_run.ensure(ctx, loaded, asked, options.set_, locked=True, fetch=False)
-        plan = plan_engine(loaded, lock, survey(ctx, loaded.recipe, lock), ctx.places, jobs=jobs)
+        lock = overrides.ensure(ctx, loaded, asked, options.set_, locked=True, fetch=False)
+        plan = plan_engine(
+            loaded, lock, inspect_host(ctx, loaded.recipe, lock), ctx.places, jobs=jobs
+        )
         result = {**plan.to_data(), "built": is_built(plan)}
         return Outcome(result=result, text="\n".join(build_lines(plan)))
     with Run.start(ctx, "build", loaded.recipe.name, secrets=loaded.recipe.secrets) as record:
-        lock = for_run.ensure(ctx, loaded, asked, options.set_, locked=options.locked)
+        lock = overrides.ensure(ctx, loaded, asked, options.set_, locked=options.locked)
         record.pin(lock=digest(lock))
-        for_run.note(asked, lock, record)
-        here = survey(ctx, loaded.recipe, lock, make=True)
+        overrides.record_patches(asked, lock, record)
+        here = inspect_host(ctx, loaded.recipe, lock, make=True)
         record.host(here.host.to_data())
         plan = plan_engine(loaded, lock, here, ctx.places, jobs=jobs)
         _judge(ctx, loaded, lock, plan, record)
@@ -54,17 +55,17 @@ def run(ctx: Context, options: Options) -> Outcome:
 
 
 def _judge(
-    ctx: Context, loaded: Loaded, lock: Lock, plan: BuildPlan | ImagePlan, record: Run
+    ctx: Context, loaded: LoadedRecipe, lock: Lock, plan: BuildPlan | ImagePlan, record: Run
 ) -> None:
     """Refuse known-bad combinations; report and record warnings and acknowledged ones."""
     cuda = None if isinstance(plan, ImagePlan) else plan.expected.cuda
-    found = combinations.known_bad(
+    found = rules.known_bad(
         loaded,
         lock=lock,
         toolkit=cuda.toolkit.version if cuda else None,
-        capabilities=combinations.meant_for(ctx, loaded),
+        capabilities=rules.meant_for(ctx, loaded),
     )
-    combinations.note(ctx, loaded, found, record)
+    rules.note(ctx, loaded, found, record)
 
 
 def _image_outcome(image: ImageArtifact, record: Path) -> Outcome:

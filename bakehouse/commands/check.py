@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from bakehouse import flags
-from bakehouse.checks import Check, check
-from bakehouse.context import Context
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import Fault, LockError, NotFound, RecipeError
-from bakehouse.outcome import Outcome
-from bakehouse.preflight import combinations, pinned, rules
-from bakehouse.recipe.faults import shown
-from bakehouse.recipe.load import Loaded, find, load, names
-from bakehouse.resolve import drift, lock_path, read_lock
+from bakehouse.models import Check, check
+from bakehouse.patches import pin
+from bakehouse.preflight import rules
+from bakehouse.preflight import rules as combinations
+from bakehouse.recipe.loader import LoadedRecipe, find, load, names
+from bakehouse.recipe.types import shown
+from bakehouse.resolver import drift, lock_path, read_lock
 from bakehouse.sources.weights import locate
 
 Options = flags.Check
@@ -24,7 +25,7 @@ Options = flags.Check
 @dataclass
 class _Judged:
     path: Path
-    loaded: Loaded | None = None
+    loaded: LoadedRecipe | None = None
     faults: list[Fault] = field(default_factory=list)
     bad: tuple[Check, ...] = ()
     """Known-bad combinations, including acknowledged ones."""
@@ -59,12 +60,14 @@ def _judge(ctx: Context, path: Path, overrides: tuple[str, ...]) -> _Judged:
         return _Judged(path, None, list(error.faults))
     bad = combinations.known_bad(loaded, types=_types(ctx, loaded))
     found = [
-        *rules.faults(loaded), *combinations.faults(loaded, bad), *pinned.faults(ctx, loaded)
-    ]  # fmt: skip
-    return _Judged(path, loaded, found, bad, pinned.notes(ctx, loaded))
+        *rules.faults(loaded),
+        *combinations.known_bad_faults(loaded, bad),
+        *pin.faults(ctx, loaded),
+    ]
+    return _Judged(path, loaded, found, bad, pin.notes(ctx, loaded))
 
 
-def _types(ctx: Context, loaded: Loaded) -> frozenset[str]:
+def _types(ctx: Context, loaded: LoadedRecipe) -> frozenset[str]:
     """Return the tensor types of the weights, if they are locked and on this machine."""
     try:
         lock = read_lock(lock_path(loaded.path))

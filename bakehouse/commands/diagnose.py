@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import IO, cast
 
 from bakehouse import flags
-from bakehouse.context import Context
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import HostError, NotFound, UsageError
-from bakehouse.outcome import Outcome
-from bakehouse.signatures.model import ENGINES, STAGES, Finding, exit_code
-from bakehouse.signatures.scanner import Scanner
+from bakehouse.logscan.findings import ENGINES, STAGES, Finding, exit_code
+from bakehouse.logscan.scanner import Scanner
 
 _CHUNK = 1 << 18
 _GZIP = b"\x1f\x8b"

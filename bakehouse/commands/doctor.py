@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bakehouse import flags
-from bakehouse.checks import Check, check
-from bakehouse.context import Context
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import HostError
 from bakehouse.host import Gpu, HostFacts, read_gpus, read_host
-from bakehouse.outcome import Outcome
-from bakehouse.ports.process import environment
+from bakehouse.models import Check, check
+from bakehouse.system.process import environment
 from bakehouse.toolchain import Tool, look_over
 from bakehouse.util.text import quantity as amount
 
@@ -205,7 +204,7 @@ def _gpu(gpus: Sequence[Gpu]) -> Line:
 
 
 def _toolkits(ctx: Context) -> Line:
-    from bakehouse.toolkit.find import find_toolkits  # searches several folders
+    from bakehouse.cuda.toolkit import find_toolkits
 
     found = find_toolkits(ctx)
     good = ", ".join(f"{t.version} in {t.root}" for t in found.toolkits if not t.faults)

@@ -5,26 +5,25 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from bakehouse import flags
-from bakehouse.context import Context
+from bakehouse.context import Context, Outcome
+from bakehouse.cuda.install import fetch as fetch_toolkit
 from bakehouse.host import read_host
 from bakehouse.lock import Lock
-from bakehouse.outcome import Outcome
-from bakehouse.preflight import pinned
-from bakehouse.preflight.rules import load_sound
-from bakehouse.recipe.load import find
-from bakehouse.resolve import ensure_lock, lock_path
+from bakehouse.patches import pin as pinned
+from bakehouse.patches.source_tree import ensure_tree, repository_of
+from bakehouse.preflight.rules import load_valid
+from bakehouse.recipe.loader import find
+from bakehouse.resolver import ensure_lock, lock_path
 from bakehouse.sources.images import ensure_image
-from bakehouse.sources.tree import ensure_tree, repository_of
 from bakehouse.sources.weights import ensure, refuse_offline
-from bakehouse.toolkit.provide import fetch as fetch_toolkit
 
 Options = flags.Fetch
 
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Download what is missing and verify all of it."""
-    loaded = load_sound(find(options.recipe, ctx.recipes), options.set_)
-    pinned.require(ctx, loaded)
+    loaded = load_valid(find(options.recipe, ctx.recipes), options.set_)
+    pinned.require_manifests(ctx, loaded)
     lock = ensure_lock(ctx, loaded, locked=options.locked)
     refuse_offline(ctx, lock)
     ensure_tree(ctx, lock)

@@ -9,28 +9,29 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from bakehouse import flags
-from bakehouse.checkpoints.files import read_path
-from bakehouse.context import Context
+from bakehouse.checkpoints.checkpoint import read_path
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import HostError, NotFound, UsageError
-from bakehouse.memory.advice import table
-from bakehouse.memory.cache import cache_types
-from bakehouse.memory.demand import Demand, demand_of
-from bakehouse.memory.ladder import (
+from bakehouse.memory.budget import Weight
+from bakehouse.memory.fit import (
     Figures,
-    Ladder,
+    FitTable,
+    Found,
     Variant,
+    beside_files,
+    find_machine,
     ladder_text,
+    locked_weights,
     make_ladder,
+    on_hub,
+    recipe_budget,
+    table,
     variants_in,
 )
-from bakehouse.memory.machine import Machine, named_machine
-from bakehouse.memory.recipe import find_machine, locked_weights, recipe_budget
-from bakehouse.memory.types import Budget
-from bakehouse.memory.weight import Weight
-from bakehouse.outcome import Outcome
-from bakehouse.preflight.listing import Found, beside_files, on_hub
-from bakehouse.recipe.load import Loaded, find, load
-from bakehouse.resolve import lock_path, read_lock
+from bakehouse.memory.machines import Machine, named_machine
+from bakehouse.memory.requirements import Budget, Demand, cache_types, demand_of
+from bakehouse.recipe.loader import LoadedRecipe, find, load
+from bakehouse.resolver import lock_path, read_lock
 from bakehouse.sources.weights import locate
 
 Options = flags.Fit
@@ -70,7 +71,7 @@ def run(ctx: Context, options: Options) -> Outcome:
 
 
 def _outcome(
-    ladder: Ladder, found: Found, budget: Budget | None, machine: Machine, speculation: float
+    ladder: FitTable, found: Found, budget: Budget | None, machine: Machine, speculation: float
 ) -> Outcome:
     notes = list(found.notes)
     if found.figures is None:
@@ -97,7 +98,7 @@ def _outcome(
     return Outcome(result, "\n".join(text), checks, error=_nothing(ladder, machine))
 
 
-def _nothing(ladder: Ladder, machine: Machine) -> HostError | None:
+def _nothing(ladder: FitTable, machine: Machine) -> HostError | None:
     """What to say where nothing fits: a script sees it by the exit code, 9 as for `serve`."""
     if ladder.recommended is not None:
         return None
@@ -140,7 +141,7 @@ def _factor(value: str | None) -> float:
     return float(value)
 
 
-def _weights(ctx: Context, loaded: Loaded) -> dict[str, Weight]:
+def _weights(ctx: Context, loaded: LoadedRecipe) -> dict[str, Weight]:
     """The recipe's weights: by its lock where there is one, else those that lie on this machine."""
     lock = read_lock(lock_path(loaded.path))
     if lock is not None:
@@ -153,14 +154,14 @@ def _weights(ctx: Context, loaded: Loaded) -> dict[str, Weight]:
     }
 
 
-def _local(loaded: Loaded, path: str, files: str | None) -> Path:
+def _local(loaded: LoadedRecipe, path: str, files: str | None) -> Path:
     whole = loaded.folder / Path(os.path.expanduser(path))
     if files and whole.is_dir() and (found := sorted(whole.glob(files))):
         return found[0] if found[0].suffix == ".gguf" else whole
     return whole
 
 
-def _of_recipe(ctx: Context, loaded: Loaded, weights: Mapping[str, Weight]) -> Found:
+def _of_recipe(ctx: Context, loaded: LoadedRecipe, weights: Mapping[str, Weight]) -> Found:
     """Every quantisation that the recipe's repository lists; its own files where it has none."""
     model = loaded.recipe.weights.model
     weight = weights.get("model")
@@ -183,7 +184,7 @@ def _of_recipe(ctx: Context, loaded: Loaded, weights: Mapping[str, Weight]) -> F
     return _own(loaded, weight)
 
 
-def _own(loaded: Loaded, weight: Weight, notes: tuple[str, ...] = ()) -> Found:
+def _own(loaded: LoadedRecipe, weight: Weight, notes: tuple[str, ...] = ()) -> Found:
     """The recipe's own files as the only variant."""
     model = loaded.recipe.weights.model
     if weight.checkpoint is None:

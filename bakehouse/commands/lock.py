@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from bakehouse import flags
-from bakehouse.context import Context
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import BakehouseError, LockError
 from bakehouse.lock import Drift, Lock, changes, describe, moved_line
-from bakehouse.outcome import Outcome
-from bakehouse.preflight import pinned
-from bakehouse.preflight.rules import load_sound
-from bakehouse.recipe.load import Loaded, find
-from bakehouse.resolve import ensure_lock, lock_path, moved_refs, read_lock
+from bakehouse.patches import pin
+from bakehouse.preflight.rules import load_valid
+from bakehouse.recipe.loader import LoadedRecipe, find
+from bakehouse.resolver import ensure_lock, lock_path, moved_refs, read_lock
 from bakehouse.sources.images import moved_tags
 
 Options = flags.Lock
@@ -18,8 +17,8 @@ Options = flags.Lock
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Write the lock if there is none; with `update`, update its pins."""
-    loaded = load_sound(find(options.recipe, ctx.recipes), options.set_)
-    pinned.require(ctx, loaded)
+    loaded = load_valid(find(options.recipe, ctx.recipes), options.set_)
+    pin.require_manifests(ctx, loaded)
     before = _before(loaded)
     lock = ensure_lock(ctx, loaded, update=options.update, say=False)
     path = lock_path(loaded.path)
@@ -45,7 +44,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     )
 
 
-def _before(loaded: Loaded) -> Lock | None:
+def _before(loaded: LoadedRecipe) -> Lock | None:
     """Return the existing lock; None for one that cannot be read, which is reported later."""
     try:
         return read_lock(lock_path(loaded.path))

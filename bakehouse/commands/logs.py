@@ -8,13 +8,12 @@ from pathlib import Path
 
 from bakehouse import flags
 from bakehouse.commands.servers import folder_of
-from bakehouse.context import Context
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import NotFound, UsageError
-from bakehouse.outcome import Outcome
 from bakehouse.redact import Redactor, clean
-from bakehouse.serve.control import look
-from bakehouse.serve.launch import kept_key
-from bakehouse.serve.watch import Tail
+from bakehouse.server.launcher import kept_key
+from bakehouse.server.log_tail import Tail
+from bakehouse.server.status import get_status
 
 TICK_S = 0.2
 BLOCK = 1 << 16
@@ -73,7 +72,7 @@ def shown(
         last, tail = last_lines(folder / "server.log", count)
         yield from map(hide.text, last)
     while True:
-        alive = follow and bool(look(folder, inside=False).processes)
+        alive = follow and bool(get_status(folder, inside=False).processes)
         while new := tail.lines():
             yield from map(hide.text, new)
         if not alive:

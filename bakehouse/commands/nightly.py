@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bakehouse import flags
-from bakehouse.base import Frozen, to_json
 from bakehouse.commands import build, serve
-from bakehouse.context import Context
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import BakehouseError, HostError, Interrupted, UsageError
-from bakehouse.outcome import Outcome
-from bakehouse.patches import for_run
-from bakehouse.recipe.load import find, load
-from bakehouse.resolve import ensure_lock
-from bakehouse.serve.control import stop
+from bakehouse.models import Frozen, to_json
+from bakehouse.patch_review import overrides
+from bakehouse.recipe.loader import find, load
+from bakehouse.resolver import ensure_lock
+from bakehouse.server.status import stop
 from bakehouse.util.files import file_lock
 
 INSTANCE = "nightly"
@@ -61,7 +60,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     """
     if not options.recipe:
         raise UsageError("no recipe given", hint="--recipe NAME, once for each recipe")
-    for_run.asked(options)
+    overrides.parse_overrides(options)
     lock = ctx.places.state / ".nightly.lock"
     busy = HostError(
         "another nightly run is in progress",

@@ -5,28 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bakehouse import flags
-from bakehouse.context import Context
+from bakehouse import flags, resolver
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import BakehouseError, RecipeError, UsageError
 from bakehouse.lock import ArchivePin, GitPin
-from bakehouse.outcome import Outcome
-from bakehouse.patches.for_run import parse_allow
+from bakehouse.patch_review.overrides import parse_allow
+from bakehouse.patch_review.trial import PatchTrial, TrialResult, engine_of, table
+from bakehouse.patches.diff import counts, read_diff
+from bakehouse.patches.fetch import host_of
 from bakehouse.patches.pin import Kind, PatchRef, Pinned, pin
-from bakehouse.patches.tried import PatchTrial, TrialResult, engine_of, table
-from bakehouse.ports.git import Git
-from bakehouse.recipe.faults import shown
-from bakehouse.recipe.fields import matches_repo
-from bakehouse.recipe.load import Loaded, find, load, names
-from bakehouse.recipe.model import FULL_COMMIT
-from bakehouse.recipe.patches import UPSTREAM
+from bakehouse.patches.source_tree import ensure_source, source_is_here
+from bakehouse.recipe.loader import LoadedRecipe, find, load, names
+from bakehouse.recipe.models import FULL_COMMIT, UPSTREAM
+from bakehouse.recipe.types import matches_repo, shown
 from bakehouse.redact import clean
-from bakehouse.resolve import lock_path, read_lock
-from bakehouse.sources import archive, gitpin
-from bakehouse.sources.diffs import counts, read_diff
-from bakehouse.sources.drift import source_drift
-from bakehouse.sources.mirror import commit_is_ready, mirror_folder
-from bakehouse.sources.tree import ensure_source, source_is_here
-from bakehouse.sources.upstream import host_of
+from bakehouse.resolver import lock_path, read_lock, source_drift
+from bakehouse.sources import archives
+from bakehouse.sources.git_mirror import commit_is_ready, mirror_folder
+from bakehouse.system.git import Git
 
 Options = flags.Patch
 
@@ -63,14 +59,14 @@ def run(ctx: Context, options: Options) -> Outcome:
     checks = tuple(row.check() for row in rows)
     outcome = Outcome(_result(made, rows), "\n".join(lines), checks, error=error, told=True)
     if loaded and options.judge and error is None:
-        from bakehouse.commands import patch_judge  # it imports all of `serve`
+        from bakehouse.commands import patch_compare
 
-        how = patch_judge.JudgeOptions(allow, options.set_, options.accept_memory_risk)
-        return patch_judge.judge_pinned(ctx, loaded, made, how, outcome)
+        how = patch_compare.JudgeOptions(allow, options.set_, options.accept_memory_risk)
+        return patch_compare.judge_pinned(ctx, loaded, made, how, outcome)
     return outcome
 
 
-def read_ref(ctx: Context, options: Options, loaded: Loaded | None = None) -> PatchRef:
+def read_ref(ctx: Context, options: Options, loaded: LoadedRecipe | None = None) -> PatchRef:
     """Read from the flags which patch is meant. Raises UsageError."""
     kinds: tuple[Kind, ...] = ("pr", "url", "file", "commit")
     given: list[tuple[Kind, str]] = [(k, v) for k in kinds if (v := str(getattr(options, k)))]
@@ -106,7 +102,7 @@ def _try_all(ctx: Context, trial: PatchTrial, engine: str) -> Iterator[TrialResu
 
 
 def _try(
-    ctx: Context, trial: PatchTrial, loaded: Loaded, here: dict[str, bool] | None
+    ctx: Context, trial: PatchTrial, loaded: LoadedRecipe, here: dict[str, bool] | None
 ) -> TrialResult:
     try:
         source = _source(ctx, loaded, here)
@@ -118,7 +114,7 @@ def _try(
 
 
 def _source(
-    ctx: Context, loaded: Loaded, here: dict[str, bool] | None
+    ctx: Context, loaded: LoadedRecipe, here: dict[str, bool] | None
 ) -> GitPin | ArchivePin | str:
     """The recipe's source at its pinned commit, on this machine; or why it is not there.
 
@@ -135,8 +131,8 @@ def _source(
             return pin
         file = wanted.archive
         return (
-            archive.pin_archive(ctx, git, file, loaded.folder) if file
-            else gitpin.pin_git(ctx, git, wanted)
+            archives.pin_archive(ctx, git, file, loaded.folder) if file
+            else resolver.pin_git(ctx, git, wanted)
         )  # fmt: skip
     if pin:
         key = str(pin)

@@ -1,59 +1,128 @@
-"""The task `plan`: print every step of `build` and `serve`; run none."""
+"""The task `plan`, and how a plan is printed."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
 from bakehouse import flags
-from bakehouse.checks import Check, check
-from bakehouse.commands.planned import build_lines, is_built, serve_lines, step_lines
-from bakehouse.context import Context
-from bakehouse.errors import CheckpointError
+from bakehouse.context import Context, Outcome
+from bakehouse.errors import CheckpointError, UsageError
 from bakehouse.lock import Lock
-from bakehouse.memory.advice import table
-from bakehouse.memory.recipe import find_machine, locked_weights, recipe_budget
-from bakehouse.memory.weight import Weight
-from bakehouse.outcome import Outcome
-from bakehouse.patches import for_run
-from bakehouse.plan.types import ImagePlan
-from bakehouse.plan.whole import make_plan, survey
-from bakehouse.preflight import combinations
-from bakehouse.recipe.load import Loaded, find
+from bakehouse.memory.budget import Weight
+from bakehouse.memory.fit import find_machine, locked_weights, recipe_budget, table
+from bakehouse.models import Check, check
+from bakehouse.patch_review import overrides
+from bakehouse.plan.planner import inspect_host, make_plan
+from bakehouse.plan.serve import described
+from bakehouse.plan.types import ARTIFACT_RECORD, BuildPlan, ImagePlan, ServePlan, Step
+from bakehouse.preflight import rules
+from bakehouse.recipe.loader import LoadedRecipe, find
+from bakehouse.redact import clean
 from bakehouse.sources.weights import locate
+
+
+def step_lines(steps: Iterable[Step]) -> list[str]:
+    """Each step with its folder, environment, arguments and expected results."""
+    lines = []
+    for step in steps:
+        lines.append(f"{step.id}: {step.title}")
+        if step.cwd:
+            lines.append(f"    in {step.cwd}")
+        lines += [f"    {name}={shlex.quote(value)}" for name, value in step.env.items()]
+        lines += _command(step.argv)
+        lines += [f"    expect {text}" for text in step.expects]
+    return [clean(line, one_line=True) for line in lines]
+
+
+def _command(argv: tuple[str, ...]) -> list[str]:
+    """The arguments, quoted for a shell; one per line if they are long."""
+    quoted = [shlex.quote(argument) for argument in argv]
+    if not quoted:
+        return []
+    one_line = f"    $ {' '.join(quoted)}"
+    if len(one_line) <= 100:
+        return [one_line]
+    return [f"    $ {quoted[0]}", *(f"        {argument}" for argument in quoted[1:])]
+
+
+def build_lines(plan: BuildPlan | ImagePlan) -> list[str]:
+    """The build: whether it is done, and its steps."""
+    if isinstance(plan, ImagePlan):
+        return [f"image {plan.image} (linux on {plan.arch})", *step_lines(plan.steps)]
+    there = "already built" if is_built(plan) else "not built yet"
+    return [f"build {plan.digest} ({there})", f"    {plan.artifact}", *step_lines(plan.steps)]
+
+
+def serve_lines(plan: ServePlan) -> list[str]:
+    """The server's command and what it has to show."""
+    lines = [
+        f"serve {plan.name} at {plan.host}, port {plan.port or 'any that is free'}",
+        *(f"    {name}={shlex.quote(value)}" for name, value in plan.env.items()),
+        *(["    in a container:"] if plan.container else []),
+        *(f"        {line}" for line in (described(plan.container) if plan.container else ())),
+        *_command(plan.argv),
+        *(f"    expect {text}" for text in plan.expects),
+        f"    then the suites: {', '.join(plan.suites)}",
+    ]
+    return [clean(line, one_line=True) for line in lines]
+
+
+def is_built(plan: BuildPlan | ImagePlan) -> bool | None:
+    """Return whether the artifact exists; `build` verifies it.
+
+    None for an image: only the Docker Engine knows, and a plan does not ask it.
+    """
+    if isinstance(plan, ImagePlan):
+        return None
+    return (Path(plan.artifact) / ARTIFACT_RECORD).is_file()
+
+
+def parse_jobs(text: str) -> int | None:
+    """Parse --jobs; None if it is empty. Raises UsageError."""
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1024):
+        raise UsageError(f"--jobs takes a number from 1 to 1024, not '{clean(text)}'")
+    return int(text)
+
 
 Options = flags.Plan
 
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Plan a recipe. Needs its lock, but no network."""
-    asked = for_run.asked(options)
+    asked = overrides.parse_overrides(options)
     path = find(options.recipe, ctx.recipes)
-    loaded = combinations.load_good(path, options.set_, asked.change(ctx))
-    lock = for_run.ensure(ctx, loaded, asked, options.set_, locked=True, fetch=False)
-    plan, _ = make_plan(loaded, lock, survey(ctx, loaded.recipe, lock), ctx.places)
+    loaded = rules.load_and_check(path, options.set_, asked.change(ctx))
+    lock = overrides.ensure(ctx, loaded, asked, options.set_, locked=True, fetch=False)
+    plan, _ = make_plan(loaded, lock, inspect_host(ctx, loaded.recipe, lock), ctx.places)
     lines = [f"recipe {plan.recipe}, lock {plan.lock}", "", *step_lines(plan.fetch)]
     lines += ["", *build_lines(plan.build), "", *serve_lines(plan.serve)]
     weights, checks = _weights(ctx, loaded, lock)
     toolkit = None if isinstance(plan.build, ImagePlan) else plan.build.expected.cuda
-    bad = combinations.known_bad(
+    bad = rules.known_bad(
         loaded,
         lock=lock,
         toolkit=toolkit.toolkit.version if toolkit else None,
-        capabilities=combinations.meant_for(ctx, loaded),
-        types=combinations.types_in(w.checkpoint for w in weights.values()),
+        capabilities=rules.meant_for(ctx, loaded),
+        types=rules.types_in(w.checkpoint for w in weights.values()),
     )
-    combinations.refuse(loaded, bad)
+    rules.refuse(loaded, bad)
     memory = None
     if weights:
         machine = find_machine(ctx.processes)
         memory = recipe_budget(machine, loaded.recipe, weights, plan.serve.argv)
     checks = (*checks, *(memory.checks() if memory else ()), *bad)
     lines += ["", *(table(memory).splitlines() if memory else ["memory: the weights are damaged"])]
-    lines += ["", *warned] if (warned := combinations.warnings(bad)) else []
+    lines += ["", *warned] if (warned := rules.warnings(bad)) else []
     result = {**plan.to_data(), "built": is_built(plan.build), "memory": memory}
     return Outcome(result=result, text="\n".join(lines), checks=checks)
 
 
 def _weights(
-    ctx: Context, loaded: Loaded, lock: Lock
+    ctx: Context, loaded: LoadedRecipe, lock: Lock
 ) -> tuple[dict[str, Weight], tuple[Check, ...]]:
     """The weights, by their headers if they are here; for damaged ones a failed check instead."""
     files = {

@@ -6,18 +6,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from bakehouse import flags
-from bakehouse.checks import Verdict, not_passed
-from bakehouse.commands.target import Target, identify_any, target_of
-from bakehouse.context import Context
+from bakehouse.commands.servers import Target, identify_any, target_of
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import BakehouseError, LockError, NotCorrect, NotHealthy
-from bakehouse.outcome import Outcome
-from bakehouse.probe.accept import change, take_golden
+from bakehouse.models import Verdict, not_passed
 from bakehouse.probe.golden import read_golden, write_golden
-from bakehouse.probe.prove import answer_lines, explain, prove
-from bakehouse.probe.types import Endpoint, Golden, Known, Proof
-from bakehouse.recipe.gate import SuiteName
-from bakehouse.records.store import Run
-from bakehouse.serve.proof import identity
+from bakehouse.probe.models import Endpoint, Golden, Proof, ServedModel
+from bakehouse.probe.runner import answer_lines, change, explain, run_probe, take_golden
+from bakehouse.recipe.models import SuiteName
+from bakehouse.runs.store import Run
+from bakehouse.server.verification import identity
 
 Options = flags.Probe
 
@@ -60,7 +58,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     return Outcome(result, "\n".join(lines), run.judged, error=error)
 
 
-def _judge(ctx: Context, target: Target, run: Run, known: Known | None) -> Proof:
+def _judge(ctx: Context, target: Target, run: Run, known: ServedModel | None) -> Proof:
     """Find out who answers, then ask. Raises NotHealthy where it is not the one that is wanted.
 
     Where golden values are about to be made, the old ones are not `known`.
@@ -85,14 +83,14 @@ def _judge(ctx: Context, target: Target, run: Run, known: Known | None) -> Proof
     with run.step("probe"):
         # Nobody asked for probabilities of a stranger's server: a proxy may well hide them.
         spare: tuple[SuiteName, ...] = () if target.server else ("likelihood",)
-        proof = prove(ctx, endpoint, target.probe, known=known, spare=spare)
+        proof = run_probe(ctx, endpoint, target.probe, known=known, spare=spare)
     run.answers(proof.answers)
     run.suites(suite.record() for suite in proof.suites)
     run.checks(proof.checks)
     return proof
 
 
-def _accept(ctx: Context, endpoint: Endpoint, known: Known, run: Run) -> Path:
+def _accept(ctx: Context, endpoint: Endpoint, known: ServedModel, run: Run) -> Path:
     """Keep the golden values of a server that has just proven itself. Raises NotHealthy."""
     with run.step("golden"):
         golden = take_golden(ctx, endpoint, known)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from bakehouse import flags
-from bakehouse.context import Context
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import RecipeError
-from bakehouse.outcome import Outcome
-from bakehouse.recipe.faults import shown
-from bakehouse.recipe.load import find, load, names
+from bakehouse.recipe.loader import find, load, names
+from bakehouse.recipe.types import shown
 from bakehouse.redact import clean
 
 Options = flags.Recipes

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from bakehouse import flags
-from bakehouse.checks import check
-from bakehouse.context import Context
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import UsageError
-from bakehouse.outcome import Outcome
+from bakehouse.models import check
 
 Options = flags.Reshard
 
@@ -16,7 +15,7 @@ Options = flags.Reshard
 def run(ctx: Context, options: Options) -> Outcome:
     """Reshard. Raises NotFound, CheckpointError, UsageError, HostError."""
     from bakehouse.checkpoints.reshard import reshard
-    from bakehouse.recipe.scalars import parse_size
+    from bakehouse.recipe.types import parse_size
 
     try:
         most = parse_size(options.max_shard)

@@ -9,46 +9,51 @@ from pathlib import Path
 from typing import Any
 
 from bakehouse import flags
-from bakehouse.base import digest
-from bakehouse.build.ensure import ensure as ensure_build
+from bakehouse.build.builder import ensure as ensure_build
 from bakehouse.build.image import ImageArtifact
 from bakehouse.build.image import ensure as ensure_image
-from bakehouse.commands.planned import build_lines, serve_lines
+from bakehouse.commands.plan import build_lines, serve_lines
 from bakehouse.commands.servers import server_name
-from bakehouse.context import Context
-from bakehouse.engines.engine import Asked
-from bakehouse.engines.llamacpp.server import Features
+from bakehouse.context import Context, Outcome
+from bakehouse.engines.base import Requirements
+from bakehouse.engines.llamacpp.command import Features
 from bakehouse.errors import HostError, NotHealthy, UsageError
 from bakehouse.host import compute_capabilities
 from bakehouse.lock import Lock
-from bakehouse.memory.machine import Machine
-from bakehouse.memory.recipe import find_machine
-from bakehouse.outcome import Outcome
-from bakehouse.patches import for_run, standing
-from bakehouse.patches.standing import Standing
+from bakehouse.memory.fit import find_machine
+from bakehouse.memory.machines import Machine
+from bakehouse.models import digest
+from bakehouse.patch_review import overrides
+from bakehouse.patches import pin as standing
+from bakehouse.patches.pin import PatchRisk
+from bakehouse.plan.planner import inspect_host, make_plan, provide_toolkit
 from bakehouse.plan.types import BuildPlan, ImagePlan, ServePlan
-from bakehouse.plan.whole import make_plan, provide_toolkit, survey
-from bakehouse.preflight import combinations
-from bakehouse.preflight.admit import admit, refuse_by_size
+from bakehouse.preflight import rules
+from bakehouse.preflight.weights import admit, refuse_by_size
 from bakehouse.probe.golden import known_of
-from bakehouse.probe.prove import answer_lines, prove
-from bakehouse.probe.types import Endpoint, Known, Proof
-from bakehouse.recipe.guard import MemoryGuard
-from bakehouse.recipe.load import Loaded, find
-from bakehouse.recipe.model import Recipe
-from bakehouse.records.store import Run
-from bakehouse.serve.able import know_flags, see_gpu, unknown_lines
-from bakehouse.serve.bring import VerifiedServer, bring_up, identity_digest
-from bakehouse.serve.control import look
-from bakehouse.serve.guard import Bounds
-from bakehouse.serve.launch import ServerSpec, SupervisorConnection, refuse_taken
-from bakehouse.serve.watch import Tail
+from bakehouse.probe.models import Endpoint, Proof, ServedModel
+from bakehouse.probe.runner import answer_lines, run_probe
+from bakehouse.recipe.loader import LoadedRecipe, find
+from bakehouse.recipe.models import MemoryGuard, Recipe
+from bakehouse.runs.store import Run
+from bakehouse.server.launcher import ServerSpec, SupervisorConnection, refuse_taken
+from bakehouse.server.log_tail import Tail
+from bakehouse.server.memory_guard import Bounds
+from bakehouse.server.session import (
+    VerifiedServer,
+    check_flags_supported,
+    check_gpu_visible,
+    identity_digest,
+    start_or_reuse,
+    unknown_lines,
+)
+from bakehouse.server.status import get_status
 from bakehouse.sources.weights import ensure as ensure_weights
 from bakehouse.sources.weights import locate, refuse_offline
 
 TICK_S = 0.2
 
-Asking = Callable[[Endpoint, Known], Proof]
+Asking = Callable[[Endpoint, ServedModel], Proof]
 """Asks a server everything that its recipe's `probe` asks."""
 
 
@@ -59,11 +64,11 @@ Options = flags.Serve
 class Wanted:
     """A planned server, before anything is built or run."""
 
-    loaded: Loaded
+    loaded: LoadedRecipe
     lock: Lock
     build: BuildPlan | ImagePlan
     plan: ServePlan
-    asked: Asked
+    asked: Requirements
     key: str | None
     folder: Path
     """Of the server's state and log."""
@@ -83,7 +88,7 @@ class Wanted:
         plan = self.plan.model_copy(update={"container": box})
         return replace(self, plan=plan, image=image)
 
-    def knowing(self, unsound: Sequence[Standing]) -> Wanted:
+    def knowing(self, unsound: Sequence[PatchRisk]) -> Wanted:
         """Expect the lost features that patches are known to cause: they are reported only."""
         losses = frozenset(loss for one in unsound for loss in one.losses)
         return replace(self, asked=self.asked.model_copy(update={"known_losses": losses}))
@@ -91,9 +96,9 @@ class Wanted:
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Build, fetch, launch, prove. Raises every class of `errors`, each with its exit code."""
-    asked = for_run.asked(options)
+    asked = overrides.parse_overrides(options)
     path = find(options.recipe, ctx.recipes)
-    loaded = combinations.load_good(path, options.set_, asked.change(ctx))
+    loaded = rules.load_and_check(path, options.set_, asked.change(ctx))
     recipe = loaded.recipe
     key = api_key(ctx, loaded)
     parse_port(options.port)
@@ -101,21 +106,21 @@ def run(ctx: Context, options: Options) -> Outcome:
     if options.watch:
         _read_watch(options)
     if options.dry_run:
-        lock = for_run.ensure(ctx, loaded, asked, options.set_, locked=True, fetch=False)
+        lock = overrides.ensure(ctx, loaded, asked, options.set_, locked=True, fetch=False)
         return _dry(wanted_server(ctx, loaded, lock, options, key))
     hidden = [recipe.serve.api_key.env] if recipe.serve.api_key and recipe.serve.api_key.env else []
     with Run.start(ctx, "serve", recipe.name, secrets=[*recipe.secrets, *hidden]) as record:
         if key:
             record.hide(key)
-        lock = for_run.ensure(ctx, loaded, asked, options.set_, locked=options.locked)
+        lock = overrides.ensure(ctx, loaded, asked, options.set_, locked=options.locked)
         record.pin(lock=digest(lock))
-        for_run.note(asked, lock, record)
+        overrides.record_patches(asked, lock, record)
         unsound = _unsound(ctx, lock, recipe.name, record)
         wanted = wanted_server(ctx, loaded, lock, options, key).knowing(unsound)
         wanted = prepare(ctx, wanted, options, record)
         ready = bring(
             ctx, wanted, options, record,
-            lambda endpoint, known: prove(ctx, endpoint, recipe.asked, known=known),
+            lambda endpoint, known: run_probe(ctx, endpoint, recipe.asked, known=known),
         )  # fmt: skip
         record.fact("loading_seconds", round(ready.loading, 3))
         record.fact("proving_seconds", round(ready.proving, 3))
@@ -124,9 +129,9 @@ def run(ctx: Context, options: Options) -> Outcome:
     return _watch(ctx, options, outcome) if options.watch else outcome
 
 
-def _unsound(ctx: Context, lock: Lock, recipe: str, record: Run) -> tuple[Standing, ...]:
+def _unsound(ctx: Context, lock: Lock, recipe: str, record: Run) -> tuple[PatchRisk, ...]:
     """Report and record which patches are known to be unsound."""
-    found = standing.unsound(ctx, lock, recipe)
+    found = standing.known_risks(ctx, lock, recipe)
     for one in found:
         ctx.progress.say(one.line())
     if found:
@@ -165,10 +170,10 @@ def _watch(ctx: Context, options: Options, ready: Outcome) -> Outcome:
 
 
 def wanted_server(
-    ctx: Context, loaded: Loaded, lock: Lock, options: Options, key: str | None
+    ctx: Context, loaded: LoadedRecipe, lock: Lock, options: Options, key: str | None
 ) -> Wanted:
     """Plan build and server, so that errors are found before anything is fetched."""
-    here = survey(ctx, loaded.recipe, lock)
+    here = inspect_host(ctx, loaded.recipe, lock)
     port = parse_port(options.port)
     plan, asked = make_plan(loaded, lock, here, ctx.places, host=options.host or None, port=port)
     folder = ctx.places.servers / server_name(loaded.recipe.name, options.instance)
@@ -197,7 +202,7 @@ def bring(
     """Launch what was prepared, and verify it. Raises as `run` does."""
     spec = _spec(ctx, wanted, options.foreground)
     known = known_of(wanted.recipe, wanted.lock, wanted.loaded.folder, spec.digest)
-    return bring_up(ctx, spec, lambda endpoint: questions(endpoint, known), record)
+    return start_or_reuse(ctx, spec, lambda endpoint: questions(endpoint, known), record)
 
 
 def _early(ctx: Context, wanted: Wanted, record: Run, risk: str, gpus: Sequence[str]) -> None:
@@ -205,7 +210,7 @@ def _early(ctx: Context, wanted: Wanted, record: Run, risk: str, gpus: Sequence[
 
     That is a taken port, a combination known to be bad, weights larger than all memory.
     """
-    alive = look(wanted.folder).alive
+    alive = get_status(wanted.folder).alive
     if not alive:
         refuse_taken(wanted.plan.host, wanted.plan.port)
     _known_bad(ctx, wanted, record, gpus)
@@ -230,21 +235,21 @@ def _known_bad(
     """Refuse or warn about combinations known to be bad; `types` come from the weights' headers."""
     cuda = wanted.build.expected.cuda if isinstance(wanted.build, BuildPlan) else None
     toolkit = cuda.toolkit.version if cuda else None
-    found = combinations.known_bad(
+    found = rules.known_bad(
         wanted.loaded, lock=wanted.lock, toolkit=toolkit, capabilities=list(gpus), types=types
     )
-    combinations.note(ctx, wanted.loaded, found, record)
+    rules.note(ctx, wanted.loaded, found, record)
 
 
 def _able(ctx: Context, wanted: Wanted, build: BuildPlan, record: Run) -> None:
     """Check before launch that the built server supports every flag, and sees its GPU."""
-    if look(wanted.folder).alive:
+    if get_status(wanted.folder).alive:
         return
     origin = wanted.loaded.origin("serve", "command")
     layers = wanted.asked.gpu_layers if isinstance(wanted.asked, Features) else None
     checks = (
-        *know_flags(ctx, build, wanted.plan, origin),
-        *see_gpu(ctx, build, wanted.plan, layers),
+        *check_flags_supported(ctx, build, wanted.plan, origin),
+        *check_gpu_visible(ctx, build, wanted.plan, layers),
     )
     record.fact("able", [check.to_data() for check in checks])
     for line in unknown_lines(checks):
@@ -259,7 +264,7 @@ def _admit(
 
     Not if the server runs already: its memory would be counted twice.
     """
-    if look(wanted.folder).alive:
+    if get_status(wanted.folder).alive:
         return
     admission = admit(ctx, wanted.recipe, wanted.lock, files, wanted.plan.argv,
                       risk_accepted=bool(risk))  # fmt: skip
@@ -310,7 +315,7 @@ def parse_port(text: str) -> int | None:
     return int(text)
 
 
-def api_key(ctx: Context, loaded: Loaded) -> str | None:
+def api_key(ctx: Context, loaded: LoadedRecipe) -> str | None:
     """Read the recipe's API key; None if it has none. Raises HostError."""
     source = loaded.recipe.serve.api_key
     if source is None:

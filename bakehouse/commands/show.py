@@ -5,11 +5,10 @@ from __future__ import annotations
 from itertools import chain
 
 from bakehouse import flags
-from bakehouse.context import Context
-from bakehouse.outcome import Outcome
-from bakehouse.recipe.faults import shown
-from bakehouse.recipe.load import Loaded, find, load
-from bakehouse.recipe.resolved import resolved, sources, to_yaml
+from bakehouse.context import Context, Outcome
+from bakehouse.recipe.export import resolved, sources, to_yaml
+from bakehouse.recipe.loader import LoadedRecipe, find, load
+from bakehouse.recipe.types import shown
 from bakehouse.redact import Redactor, secret_values
 
 Options = flags.Show
@@ -28,7 +27,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     return Outcome(result, to_yaml(loaded, data))
 
 
-def _redactor(ctx: Context, loaded: Loaded) -> Redactor:
+def _redactor(ctx: Context, loaded: LoadedRecipe) -> Redactor:
     """Hide the recipe's secrets, and variables with the name of a secret."""
     recipe = loaded.recipe
     given = {**(recipe.container.env if recipe.container else {}), **recipe.serve.env}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from bakehouse import flags
 from bakehouse.commands.servers import as_data, folder_of, line
-from bakehouse.context import Context
-from bakehouse.outcome import Outcome
-from bakehouse.serve.containers import recent_timeout
-from bakehouse.serve.control import engine_error, folders, look
+from bakehouse.context import Context, Outcome
+from bakehouse.server.containers import recent_timeout
+from bakehouse.server.status import engine_error, folders, get_status
 
 Options = flags.Status
 
@@ -18,7 +17,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     A server whose Docker Engine does not answer is unclear, and the outcome has an error.
     """
     one = (folder_of(ctx, options.recipe),) if options.recipe else ()
-    seen = [look(folder) for folder in one or folders(ctx.places, boxed=True)]
+    seen = [get_status(folder) for folder in one or folders(ctx.places, boxed=True)]
     text = "\n".join(map(line, seen)) or "no server runs, and none has run yet"
     timeout = recent_timeout()
     if timeout:

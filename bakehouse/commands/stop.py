@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from bakehouse import flags
 from bakehouse.commands.servers import folder_of
-from bakehouse.context import Context
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import HostError, UsageError
-from bakehouse.outcome import Outcome
-from bakehouse.serve.containers import MARKED, clear_questions
-from bakehouse.serve.control import folders, look, stop
+from bakehouse.server.containers import MARKED, clear_questions
+from bakehouse.server.status import folders, get_status, stop
 
 Options = flags.Stop
 
@@ -31,12 +30,12 @@ def run(ctx: Context, options: Options) -> Outcome:
         raise failed[0]
     if options.all_ or any((folder / MARKED).exists() for folder in wanted):
         clear_questions()
-    if left := [p for folder in wanted for p in look(folder).processes]:
+    if left := [p for folder in wanted for p in get_status(folder).processes]:
         raise HostError(
             "still running: " + ", ".join(f"process {p.pid}" for p in left),
             hint="a process that hangs in the kernel ends when its driver releases it",
         )
-    if boxes := [one.name for folder in wanted for one in look(folder).containers]:
+    if boxes := [one.name for folder in wanted for one in get_status(folder).containers]:
         raise HostError(
             f"containers could not be removed: {', '.join(boxes)}",
             hint="docker rm --force NAME; then read the engine's log",

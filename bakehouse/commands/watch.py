@@ -10,20 +10,19 @@ from functools import partial
 from typing import Any
 
 from bakehouse import flags
-from bakehouse.commands import serve as serving
-from bakehouse.commands.target import identify_any, target_of
-from bakehouse.context import Context
+from bakehouse.commands import serve
+from bakehouse.commands.servers import identify_any, target_of
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import BakehouseError, Interrupted, NotCorrect, NotHealthy, UsageError
-from bakehouse.outcome import Outcome
-from bakehouse.patches import for_run
-from bakehouse.ports.process import environment
-from bakehouse.preflight.combinations import load_good
-from bakehouse.recipe.load import find, load
-from bakehouse.recipe.scalars import parse_duration
-from bakehouse.records.store import Run
+from bakehouse.patch_review import overrides
+from bakehouse.preflight.rules import load_and_check
+from bakehouse.recipe.loader import find, load
+from bakehouse.recipe.types import parse_duration
 from bakehouse.redact import clean
-from bakehouse.serve.control import look, stop
-from bakehouse.serve.rounds import STALL_S, Monitor, Round, Watched
+from bakehouse.runs.store import Run
+from bakehouse.server.monitoring import STALL_S, Monitor, Round, Watched
+from bakehouse.server.status import get_status, stop
+from bakehouse.system.process import environment
 from bakehouse.util.text import did_you_mean
 
 KEPT = 500
@@ -58,8 +57,8 @@ def run(ctx: Context, options: Options) -> Outcome:
     # Check now what a failure would need, when nobody looks any more.
     if parsed.command:
         _check_runnable(ctx, parsed.command)
-    if patches := for_run.asked(options):
-        load_good(find(options.recipe, ctx.recipes), options.set_, patches.change(ctx))
+    if patches := overrides.parse_overrides(options):
+        load_and_check(find(options.recipe, ctx.recipes), options.set_, patches.change(ctx))
     watch = Watch(ctx, options, parsed)
     error: BakehouseError | None = None
     try:
@@ -97,7 +96,7 @@ def read_wish(options: Options, flag: str = "--every") -> WatchOptions:
     action = {(): "end", ("restart",): "restart", ("stop",): "stop"}.get(words, "command")
     if not options.recipe and action in ("restart", "stop"):
         raise UsageError(f"--on-failure {action} requires --recipe")
-    if not options.recipe and for_run.asked(options):
+    if not options.recipe and overrides.parse_overrides(options):
         raise UsageError("--patch and --no-patch require --recipe")
     command = words if action == "command" else ()
     return WatchOptions(every, int(count) if count else None, action, command)
@@ -188,9 +187,9 @@ class Watch:
         if server is None:
             return None
         loaded = load(find(options.recipe, self._ctx.recipes), options.set_)
-        state = look(server.folder).state
-        changed = for_run.asked(options).change(self._ctx)(loaded)
-        text = for_run.unlike(self._ctx, state.record if state else None, changed)
+        state = get_status(server.folder).state
+        changed = overrides.parse_overrides(options).change(self._ctx)(loaded)
+        text = overrides.describe_mismatch(self._ctx, state.record if state else None, changed)
         restart = "; a restart uses the patches of the flags and the recipe"
         return text and text + restart * (self._parsed.action == "restart")
 
@@ -258,13 +257,13 @@ class Watch:
         server, options = self.target.server, self._options
         if server:
             self._did(stop(server.folder).says, record)
-        asked = serving.Options(
+        asked = serve.Options(
             options.recipe, options.set_, str(server.port if server else 0), locked=True,
             instance=options.instance, patch=options.patch, no_patch=options.no_patch,
             allow=options.allow,
         )  # fmt: skip
         try:
-            ready = serving.run(self._ctx, asked)
+            ready = serve.run(self._ctx, asked)
             self.target = target_of(self._ctx, options)
         except BakehouseError as failed:
             self.error = failed
@@ -278,7 +277,7 @@ class Watch:
             return False
         clock = self._ctx.clock
         deadline = clock.monotonic() + ADOPT_S
-        while (seen := look(old.folder)).alive:
+        while (seen := get_status(old.folder)).alive:
             if seen.state and seen.state.server == old.process:
                 return False
             if seen.word == "running":

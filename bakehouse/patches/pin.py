@@ -1,4 +1,4 @@
-"""Fetch a patch and pin it: write its manifest, cache its diff, compare later fetches."""
+"""Pin a patch; add patches to one run or leave them out."""
 
 from __future__ import annotations
 
@@ -6,27 +6,157 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from bakehouse.context import Context
-from bakehouse.errors import LockError
-from bakehouse.patches.manifest import PINNED, Manifest, Shape, TouchedFile
-from bakehouse.ports.git import Git
-from bakehouse.recipe.faults import shown
-from bakehouse.redact import without_credentials
-from bakehouse.sources import upstream
-from bakehouse.sources.diffs import read_diff
-from bakehouse.sources.manifests import (
+from bakehouse.errors import BakehouseError, Fault, LockError, NotFound, RecipeError
+from bakehouse.lock import Lock, PatchPin
+from bakehouse.logscan.catalogue import catalogue
+from bakehouse.logscan.findings import Severity
+from bakehouse.patches import fetch
+from bakehouse.patches.apply import (
+    keep,
+    kept_diff,
+    manifest_of,
+    not_pinned,
+    pin_command,
+    read_patch,
+)
+from bakehouse.patches.diff import read_diff
+from bakehouse.patches.fetch import CannotFetch, Fetched
+from bakehouse.patches.manifest import (
+    PINNED,
+    Manifest,
+    PatchVerdict,
+    Shape,
+    TouchedFile,
     find_manifest,
     manifest_path,
     patches_folder,
     write_manifest,
 )
-from bakehouse.sources.patches import keep, kept_diff, read_patch
-from bakehouse.sources.upstream import CannotFetch, Fetched
+from bakehouse.recipe.loader import LoadedRecipe
+from bakehouse.recipe.types import shown
+from bakehouse.redact import without_credentials
+from bakehouse.system.git import Git
 from bakehouse.util.files import write_atomic
+
+UNSOUND = ("experimental", "harmful")
+
+
+@dataclass(frozen=True)
+class PatchRisk:
+    """One unsound patch, reported at every serve."""
+
+    patch: str
+    word: str
+    why: str
+    verdict: PatchVerdict | None
+    losses: frozenset[str] = frozenset()
+    """Ids of lost-feature signatures that the verdict found, if it is of this recipe and base."""
+
+    def line(self) -> str:
+        """One line for the console."""
+        return f"{self.word.upper()} patch {self.patch}: {self.why}"
+
+
+def known_risks(ctx: Context, lock: Lock, recipe: str) -> tuple[PatchRisk, ...]:
+    """Return a lock's patches that are experimental or harmful, by a verdict or by their manifest.
+
+    A verdict on this recipe at this base takes precedence over others; one on another diff does
+    not count. Manifests that cannot be read are skipped: loading the recipe reported them.
+    """
+    found = []
+    for pin in lock.patches:
+        manifest = None
+        with suppress(BakehouseError):
+            folder = patches_folder(ctx.recipes)
+            manifest = find_manifest(folder, pin.repo, pin.id) if pin.repo else None
+        if manifest and (one := _standing(manifest, pin, recipe)):
+            found.append(one)
+    return tuple(found)
+
+
+def _standing(manifest: Manifest, pin: PatchPin, recipe: str) -> PatchRisk | None:
+    of_diff = [v for v in manifest.verdicts if v.sha256 == pin.file.sha256]
+    own = [v for v in of_diff if (v.recipe, v.base) == (recipe, pin.base)]
+    verdict = ([None] + (own or [v for v in of_diff if v.word in UNSOUND]))[-1]
+    if verdict and verdict.word in UNSOUND:
+        reasons = "; ".join(verdict.reasons[:2]) or "see its manifest"
+        where = f"judged with {verdict.recipe} at {verdict.base[:12]}, {verdict.date}"
+        losses = _losses(verdict) if own and verdict.word == "experimental" else frozenset()
+        return PatchRisk(manifest.name, verdict.word, f"{reasons} ({where})", verdict, losses)
+    if manifest.experimental and not own:
+        known = " ".join(manifest.notes.split("\n\n")[0].split())
+        why = f"{known or 'known to be unsound'} (no verdict with {recipe} yet)"
+        return PatchRisk(manifest.name, "experimental", why, None)
+    return None
+
+
+def _losses(verdict: PatchVerdict) -> frozenset[str]:
+    """The measured losses of a verdict; other ids in the file are ignored."""
+    named = verdict.evidence.get("losses")
+    ids = map(str, named) if isinstance(named, list | tuple) else ()
+    rows = catalogue().rows
+    return frozenset(one for one in ids if one in rows and rows[one].severity == Severity.LOST)
+
+
+def faults(ctx: Context, loaded: LoadedRecipe) -> tuple[Fault, ...]:
+    """Return missing or invalid manifests, and lifted rules that a manifest does not name."""
+    return _read(ctx, loaded)[1]
+
+
+def notes(ctx: Context, loaded: LoadedRecipe) -> tuple[str, ...]:
+    """Return what to do before the recipe can be built: patches to pin."""
+    return tuple(
+        f"patch {manifest.name} is not pinned yet: run '{pin_command(manifest)}'"
+        for manifest in _read(ctx, loaded)[0]
+        if not manifest.pinned
+    )
+
+
+def require_manifests(ctx: Context, loaded: LoadedRecipe) -> None:
+    """Raise RecipeError with every fault, or LockError for a patch that is not pinned yet."""
+    manifests, found = _read(ctx, loaded)
+    if found:
+        raise RecipeError(f"the patches of recipe {loaded.recipe.name} are invalid", found)
+    for manifest in manifests:
+        if not manifest.pinned:
+            raise not_pinned(manifest, _shown(ctx, manifest))
+
+
+def _read(ctx: Context, loaded: LoadedRecipe) -> tuple[list[Manifest], tuple[Fault, ...]]:
+    """Return the manifests of a recipe's patches, and what is wrong with them."""
+    recipe, manifests, found = loaded.recipe, [], []
+    for place, patch in enumerate(recipe.patches):
+        if patch.file:
+            continue
+        name = f"{'.'.join(recipe.patches_key)}[{place}]"
+        origin = loaded.origin(*recipe.patches_key, place)
+        try:
+            manifest = manifest_of(ctx, patch, recipe.engine)
+        except NotFound:
+            number = f"--pr {patch.pr}" if patch.pr else "--url, --commit or --file"
+            hint = f"'invoke patch {number}' fetches it and writes one"
+            what = f"{name}: manifest of patch {patch.key(recipe.engine)} not found"
+            found.append(origin.fault(what, hint))
+            continue
+        except RecipeError as error:
+            found += error.faults
+            continue
+        manifests.append(manifest)
+        if extra := [rule for rule in patch.lifts if rule not in manifest.lifts]:
+            message = f"{name}.lifts: its manifest does not lift {', '.join(extra)}"
+            found.append(origin.fault(message, f"see {_shown(ctx, manifest)}"))
+    return manifests, tuple(found)
+
+
+def _shown(ctx: Context, manifest: Manifest) -> str:
+    return shown(manifest_path(patches_folder(ctx.recipes), manifest.repo, manifest.id))
+
 
 Kind = Literal["pr", "commit", "url", "file"]
 _PULL = re.compile(r"(https?://[^/]+)/([\w.-]+/[\w.-]+)/pull/(\d+)(?:\.diff|\.patch|/files|/)?")
@@ -64,9 +194,9 @@ class PatchRef:
     def source(self, ctx: Context) -> str:
         """Its source, as written into the manifest."""
         if self.kind == "pr":
-            return upstream.pull_address(ctx.environment, self.repo, int(self.what))
+            return fetch.pull_address(ctx.environment, self.repo, int(self.what))
         if self.kind == "commit":
-            return upstream.commit_address(ctx.environment, self.repo, self.what)
+            return fetch.commit_address(ctx.environment, self.repo, self.what)
         return without_credentials(self.what)
 
 
@@ -145,13 +275,13 @@ def _fetch(ctx: Context, ref: PatchRef, old: Manifest | None) -> Fetched:
     git = Git(ctx.processes, ctx.environment)
     if ref.kind == "pr":
         known = (old.head, old.base) if old else (None, None)
-        return upstream.fetch_pull(ctx, git, ref.repo, int(ref.what), known)
+        return fetch.fetch_pull(ctx, git, ref.repo, int(ref.what), known)
     if ref.kind == "commit":
-        return upstream.fetch_commit(ctx, git, ref.repo, ref.what)
+        return fetch.fetch_commit(ctx, git, ref.repo, ref.what)
     if ref.kind == "url":
-        return upstream.fetch_address(ctx, ref.what)
+        return fetch.fetch_address(ctx, ref.what)
     data = read_patch(Path(os.path.expanduser(ref.what)))
-    return Fetched(data, read_diff(data, shown(Path(ref.what))), upstream.title_of(data))
+    return Fetched(data, read_diff(data, shown(Path(ref.what))), fetch.title_of(data))
 
 
 def _manifest(ctx: Context, ref: PatchRef, fetched: Fetched, old: Manifest | None) -> Manifest:

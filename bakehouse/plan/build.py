@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bakehouse.engines.configured import Compiler, Expected
-from bakehouse.engines.llamacpp import cmake as engine
+from bakehouse.engines.base import Compiler, Expected
+from bakehouse.engines.llamacpp import cmake
 from bakehouse.engines.llamacpp.cmake import NOTHING, Extra
 from bakehouse.errors import Fault, HostError, RecipeError
 from bakehouse.host import HostFacts
 from bakehouse.lock import Lock
-from bakehouse.places import Places
+from bakehouse.paths import Places
 from bakehouse.plan.types import BuildInputs, BuildPlan, Step
-from bakehouse.recipe.model import Build, Recipe
+from bakehouse.recipe.models import Build, Recipe
 from bakehouse.toolchain import Tools
 
 RULES = 1
@@ -65,15 +65,15 @@ def plan_build(
 def refuse(recipe: Recipe, build: Build, extra: Extra, where: Where | None) -> None:
     """Raise RecipeError with every part of `build` that is refused."""
     found: list[tuple[tuple[str, ...], str, str]] = [
-        (("build", "cmake", r.name), r.message, r.hint) for r in engine.refusals(build.cmake, extra)
+        (("build", "cmake", r.name), r.message, r.hint) for r in cmake.refusals(build.cmake, extra)
     ]
-    if engine.SERVER not in build.targets:
-        message = f"{engine.SERVER} is missing from the targets"
-        found.append((("build", "targets"), message, f"add {engine.SERVER}"))
+    if cmake.SERVER not in build.targets:
+        message = f"{cmake.SERVER} is missing from the targets"
+        found.append((("build", "targets"), message, f"add {cmake.SERVER}"))
     for target in build.targets:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", target):
             message = f"'{target}' is not the name of a target"
-            found.append((("build", "targets"), message, f"write {engine.SERVER}"))
+            found.append((("build", "targets"), message, f"write {cmake.SERVER}"))
     if not found:
         return
     faults = []
@@ -100,8 +100,8 @@ class _Planner:
 
     def plan(self, jobs: int | None) -> BuildPlan:
         tools, extra = self.tools, self.extra
-        own = engine.asked(self.build.cmake)
-        merged = engine.definitions(own, self.lock, extra, self.host.arch)
+        own = cmake.asked(self.build.cmake)
+        merged = cmake.definitions(own, self.lock, extra, self.host.arch)
         inputs = self.inputs(merged)
         passed = self.passed(merged)
         artifact = self.places.builds / inputs.digest
@@ -125,7 +125,7 @@ class _Planner:
             steps=self.steps(artifact, passed, jobs_for(self.build, self.host, jobs)),
             work=str(self.work),
             artifact=str(artifact),
-            server=str(artifact / "bin" / engine.SERVER),
+            server=str(artifact / "bin" / cmake.SERVER),
             place=extra.place,
             not_reproducible=self.not_reproducible(),
         )
@@ -137,7 +137,7 @@ class _Planner:
     def inputs(self, merged: Mapping[str, str]) -> BuildInputs:
         """Everything that can change the bytes of the artifact."""
         names = ("cmake", "cc", "cxx", "strip")
-        native = engine.for_this_cpu(merged)
+        native = cmake.for_this_cpu(merged)
         return BuildInputs(
             rules=RULES,
             engine=self.recipe.engine,
@@ -174,7 +174,7 @@ class _Planner:
             passed["CMAKE_C_COMPILER_LAUNCHER"] = self.tools.launcher
             passed["CMAKE_CXX_COMPILER_LAUNCHER"] = self.tools.launcher
         prefix_map = _quoted(f"-ffile-prefix-map={self.seen}=/build")
-        for name in engine.COMPILE_FLAGS:
+        for name in cmake.COMPILE_FLAGS:
             passed[name] = " ".join(filter(None, (merged.get(name, ""), prefix_map)))
         for name, flags in self.flags().items():
             texts = [_quoted(flag) for flag in flags if not _nvcc_cannot(flag)]
@@ -270,7 +270,7 @@ class _Planner:
             Step(
                 id="verify",
                 title="run the server for its stamp, then rename into place",
-                argv=(str(stage / "bin" / engine.SERVER), "--version"),
+                argv=(str(stage / "bin" / cmake.SERVER), "--version"),
                 env=last,
                 cwd=str(stage),
                 expects=(f"build {lock.build_number}", f"commit {lock.stamp}", str(artifact)),

@@ -13,21 +13,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bakehouse import __version__
-from bakehouse.base import digest
-from bakehouse.engines.configured import Expected
-from bakehouse.engines.llamacpp import cmake as engine
+from bakehouse.cuda.configure import COMPILER, ROOT, WITHOUT_DRIVER, wants_cuda
+from bakehouse.engines.base import Expected
+from bakehouse.engines.llamacpp import cmake
 from bakehouse.engines.llamacpp.cmake import Extra
-from bakehouse.engines.vllm.able import RequiredCapabilities, required_capabilities
+from bakehouse.engines.vllm.image_probe import RequiredCapabilities, required_capabilities
 from bakehouse.errors import BuildFailed, HostError
 from bakehouse.host import HostFacts
 from bakehouse.lock import GitPin, ImagePin, Lock
-from bakehouse.places import shipped
+from bakehouse.models import digest
+from bakehouse.paths import shipped
 from bakehouse.plan.build import GENERATOR, jobs_for, refuse
 from bakehouse.plan.types import ImagePlan, Step
-from bakehouse.ports.docker import OURS
-from bakehouse.recipe.model import Build, Recipe
+from bakehouse.recipe.models import Build, Recipe
 from bakehouse.redact import clean
-from bakehouse.toolkit.force import COMPILER, ROOT, WITHOUT_DRIVER, wants_cuda
+from bakehouse.system.docker.models import OURS
 
 IMAGE_RULES = 1
 """Raised when the same inputs would give another vLLM image."""
@@ -217,15 +217,15 @@ def _query_step(image: str, needs: RequiredCapabilities) -> Step:
 def definitions_of(build: Build, lock: Lock, arch: str) -> dict[str, str]:
     """Return the CMake definitions for the builder. Raises HostError for GGML_NATIVE."""
     extra = _extra(build)
-    merged = engine.definitions(engine.asked(build.cmake), lock, extra, arch)
-    if engine.for_this_cpu(merged):
+    merged = cmake.definitions(cmake.asked(build.cmake), lock, extra, arch)
+    if cmake.for_this_cpu(merged):
         raise HostError(
             "an image cannot be built for one CPU: GGML_NATIVE is on",
             where="build.cmake.GGML_NATIVE", id="image-native",
             hint="remove it, or build on the host: build.where: host",
         )  # fmt: skip
     passed = {**merged, "GIT_EXE": "/build/tools/git", "GIT_EXECUTABLE": "/build/tools/git"}
-    for name in engine.COMPILE_FLAGS:
+    for name in cmake.COMPILE_FLAGS:
         passed[name] = f"{merged.get(name, '')} -ffile-prefix-map=/build=/build".strip()
     for name, flags in extra.flags.items():
         passed[name] = " ".join(filter(None, (passed.get(name, ""), *flags)))
@@ -234,7 +234,7 @@ def definitions_of(build: Build, lock: Lock, arch: str) -> dict[str, str]:
 
 def _extra(build: Build) -> Extra:
     if build.cuda is None:
-        return engine.NOTHING
+        return cmake.NOTHING
     # Both halves of the toolkit are named: CMake looks for each of them separately.
     pair = {COMPILER: f"{CUDA_ROOT}/bin/nvcc", ROOT: CUDA_ROOT}
     return Extra(definitions=pair, flags=WITHOUT_DRIVER)
@@ -243,7 +243,7 @@ def _extra(build: Build) -> Extra:
 def expected_of(build: Build, lock: Lock, arch: str) -> Expected:
     """Return what CMake must configure; the builder's digest pins the compilers."""
     passed = definitions_of(build, lock, arch)
-    own = engine.asked(build.cmake)
+    own = cmake.asked(build.cmake)
     return Expected(
         generator=GENERATOR,
         build_type=passed["CMAKE_BUILD_TYPE"],
@@ -262,7 +262,7 @@ def plan_image_build(
     refuse(recipe, build, _extra(build), None)
     pins = {role: lock.image(host.arch, role) for role in ("builder", "runtime")}
     date = lock.source.date if lock.source else 0
-    server = f"{PREFIX}/bin/{engine.SERVER}"
+    server = f"{PREFIX}/bin/{cmake.SERVER}"
     cuda = wants_cuda(build)
     text = render(
         "llama.cpp.Dockerfile.j2", builder=base_name(pins["builder"]),
@@ -279,7 +279,7 @@ def plan_image_build(
     key = digest(
         {
             "rules": BUILD_RULES, "dockerfile": text, "scripts": _script_hashes(*SCRIPTS),
-            "git": engine.git_stand_in(lock), "source": lock.source_tree, "arch": host.arch,
+            "git": cmake.git_stand_in(lock), "source": lock.source_tree, "arch": host.arch,
             "bases": {role: pin.ref for role, pin in pins.items()},
         }
     )  # fmt: skip
@@ -339,7 +339,7 @@ def _build_steps(
         Step(
             id="verify",
             title="run the server in the image for its stamp",
-            argv=(f"{PREFIX}/bin/{engine.SERVER}", "--version"),
+            argv=(f"{PREFIX}/bin/{cmake.SERVER}", "--version"),
             expects=(f"build {lock.build_number}", f"commit {lock.stamp}"),
         ),
     )

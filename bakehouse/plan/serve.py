@@ -10,16 +10,15 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 
-from bakehouse.engines.engine import Asked, Engine, engine_of
+from bakehouse.engines.base import Engine, Requirements, engine_of
 from bakehouse.lock import Lock
-from bakehouse.places import Places
+from bakehouse.paths import Places
 from bakehouse.plan.types import ServePlan
-from bakehouse.ports.docker import OURS, ContainerSpec, Mount, Published
-from bakehouse.preflight.address import bind_address
-from bakehouse.preflight.volumes import WEIGHTS, volumes
-from bakehouse.recipe.faults import Origin
-from bakehouse.recipe.model import Recipe
+from bakehouse.preflight.rules import WEIGHTS, bind_address, volumes
+from bakehouse.recipe.models import Recipe
 from bakehouse.recipe.template import Paths, StandIn, render, template_variables
+from bakehouse.recipe.types import Origin
+from bakehouse.system.docker.models import OURS, ContainerSpec, Mount, Published
 
 ANY_ADDRESS = "0.0.0.0"  # noqa: S104 - of the container; the host publishes another address
 SERVER = f"{OURS}.server"
@@ -40,7 +39,7 @@ def plan_serve(
     port: int | None = None,
     image: str | None = None,
     folder: str = "/",
-) -> tuple[ServePlan, Asked]:
+) -> tuple[ServePlan, Requirements]:
     """Plan a server that runs `binary`, in a container of `image` if that is given.
 
     `host` and `port` override the recipe's; `origin` is the command's place in the recipe, `folder`

@@ -6,11 +6,11 @@ caches, ports, run ids or log paths.
 
 from __future__ import annotations
 
-from bakehouse.base import Frozen, digest
-from bakehouse.engines.configured import Expected
-from bakehouse.engines.vllm.able import RequiredCapabilities
+from bakehouse.engines.base import Expected
+from bakehouse.engines.vllm.image_probe import RequiredCapabilities
 from bakehouse.lock import ImagePin
-from bakehouse.ports.docker import ContainerSpec
+from bakehouse.models import Frozen, digest
+from bakehouse.system.docker.models import ContainerSpec
 
 ARTIFACT_RECORD = "build.json"
 """File in the artifact's folder, written last."""

@@ -17,11 +17,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from bakehouse.base import Frozen
-from bakehouse.checks import Check, check
-from bakehouse.engines.vllm import flags
-from bakehouse.recipe.model import Recipe
-from bakehouse.toolkit.types import numbers, satisfies
+from bakehouse.cuda.toolkit import numbers, satisfies
+from bakehouse.engines.vllm import arguments
+from bakehouse.models import Check, Frozen, check
+from bakehouse.recipe.models import Recipe
 
 PREFIX = "known-bad."
 """What the ids of these checks begin with."""
@@ -175,7 +174,7 @@ def situation_of(
     words = tuple(command)
     pairs = [f"{a}={b}" for a, b in pairwise(words) if a.startswith("--") and "=" not in a]
     if recipe.engine == "vllm":  # which has several spellings of a flag
-        read = flags.read(words).flags
+        read = arguments.read(words).flags
         pairs += [f"{flag}={value}" for flag, values in read.items() for value in values]
     names += [pair for pair in pairs if pair.startswith("--quantization=")]
     known = {t.upper() for t in tensor_types} | (quantisations(names) or set())

@@ -1,22 +1,158 @@
-"""Rules across a recipe's keys, checked before anything is fetched or built."""
+"""Rules across keys of a recipe.
+
+A recipe must not mount what controls the machine: the engine's socket, or the kernel's own file
+systems.
+
+`check` knows the recipe; `plan` and `build` also know the toolkit; `serve` also knows the headers
+of the weights and this machine's GPUs.
+"""
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Protocol
 
-from bakehouse.engines.engine import engine_of
+from bakehouse.checkpoints.checkpoint import Checkpoint, read_paths
+from bakehouse.context import Context
+from bakehouse.cuda.configure import ARCHITECTURES, Conflict, conflicts
+from bakehouse.engines.base import engine_of
 from bakehouse.engines.llamacpp.cmake import NOTHING, refusals
-from bakehouse.engines.vllm import flags
-from bakehouse.errors import Fault, RecipeError, UsageError
-from bakehouse.ports.docker import gpu_request
-from bakehouse.preflight import vllm
-from bakehouse.preflight.address import bind_address
-from bakehouse.preflight.volumes import volumes
-from bakehouse.recipe.load import Loaded, load
-from bakehouse.recipe.model import Recipe
-from bakehouse.toolkit.force import Conflict, conflicts
+from bakehouse.engines.vllm import arguments, engine
+from bakehouse.errors import BakehouseError, Fault, RecipeError, UsageError
+from bakehouse.host import compute_capabilities
+from bakehouse.lock import Lock
+from bakehouse.models import Check, Verdict
+from bakehouse.preflight.known_bad import PREFIX, Row, judge, rows, situation_of
+from bakehouse.recipe.loader import LoadedRecipe, load
+from bakehouse.recipe.models import Recipe
+from bakehouse.recipe.types import shown
+from bakehouse.system.docker.models import Mount, gpu_request
+
+
+def bind_address(host: str, *, has_key: bool) -> str:
+    """Return the IP address to listen on.
+
+    Raises UsageError for anything else, and for an address other than loopback without API key.
+    """
+    literal = "127.0.0.1" if host == "localhost" else host.strip("[]")
+    try:
+        address = ipaddress.ip_address(literal)
+    except ValueError:
+        raise UsageError(
+            f"'{host}' is not an IP address", where="serve.host",
+            hint="write one address, such as 127.0.0.1, ::1 or 0.0.0.0", id="bad-host",
+        ) from None  # fmt: skip
+    if not address.is_loopback and not has_key:
+        raise UsageError(
+            f"{address} can be reached from other machines, and the recipe sets no API key",
+            where="serve.host", id="key-needed",
+            hint="set serve.api_key.env (or .file), or listen on 127.0.0.1",
+        )  # fmt: skip
+    return str(address)
+
+
+WEIGHTS = PurePosixPath("/weights")
+"""The pinned files of each role in the container: `/weights/model` and so on."""
+SOCKETS = ("docker.sock", "podman.sock", "containerd.sock", "crio.sock")
+HOLDS_SOCKETS = ("/", "/run", "/var", "/var/run", "/run/containerd", "/run/podman", "/run/user")
+KERNEL = ("/proc", "/sys")
+"""These change the kernel's settings and show other processes' environments."""
+CODE = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr", "/etc", "/opt", "/boot", "/run",
+        "/proc", "/sys", "/dev", "/bakehouse")  # fmt: skip
+"""Code and settings of the image, which was verified as it is."""
+PACKAGES = (".local", "site-packages", "dist-packages")
+"""Folders in which Python looks for code, anywhere."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]+")
+
+
+def volumes(texts: Sequence[str], folder: str) -> tuple[Mount, ...]:
+    """Parse `SOURCE:TARGET[:ro]`: a named volume, or a path of the host. Raises UsageError."""
+    read = tuple(_volume(text, folder) for text in texts)
+    seen: dict[str, str] = {}
+    for text, mount in zip(texts, read, strict=True):
+        if other := seen.get(inner := os.path.normpath(mount.target)):
+            raise _bad(text)(f"has the same target as '{other}'", "give each its own folder")
+        seen[inner] = text
+    return read
+
+
+def reaches(path: str, sockets: Sequence[str] = ()) -> str | None:
+    """Return why a path of the host must not be mounted, links followed; None if it may be.
+
+    `sockets` are the sockets of engines, which no mounted folder may contain.
+    """
+    real = os.path.realpath(path)
+    for kernel in KERNEL:
+        if real == kernel or real.startswith(f"{kernel}/"):
+            return f"would give the container the kernel's own {kernel}"
+    if real == "/dev":
+        return "would give the container the devices of this machine"
+    names = [os.path.join(real, name) for name in SOCKETS]
+    above = [os.path.realpath(one) for one in sockets]
+    if (
+        real in HOLDS_SOCKETS
+        or os.path.basename(real) in SOCKETS
+        or any(map(_is_socket, (real, *names)))
+        or any(one == real or one.startswith(f"{real}/") for one in above)
+    ):
+        return "would give the container the engine's own socket, and with it this machine"
+    return None
+
+
+def _is_socket(path: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _bad(text: str) -> Callable[[str, str], UsageError]:
+    def made(why: str, hint: str) -> UsageError:
+        return UsageError(f"container.volumes: '{text}' {why}", hint=hint, id="bad-volume")
+
+    return made
+
+
+def _volume(text: str, folder: str) -> Mount:
+    bad = _bad(text)
+    parts = text.split(":")
+    mode = parts.pop() if len(parts) == 3 else "rw"
+    if len(parts) != 2 or mode not in ("ro", "rw") or not all(parts) or "\0" in text:
+        raise bad("is not a volume", "write SOURCE:TARGET or SOURCE:TARGET:ro")
+    source, target = parts
+    inner = PurePosixPath(os.path.normpath(target))
+    if not target.startswith("/") or inner == PurePosixPath("/"):
+        raise bad("has no target folder in the container", "name one, such as /root/.cache/vllm")
+    if inner == WEIGHTS or WEIGHTS in inner.parents or inner in WEIGHTS.parents:
+        raise bad("hides the pinned weights", f"they are in {WEIGHTS}; name another folder")
+    if (
+        inner in map(PurePosixPath, ("/root", "/home"))
+        or set(PACKAGES) & set(inner.parts)
+        or any(PurePosixPath(code) in (inner, *inner.parents) for code in CODE)
+    ):
+        raise bad(
+            "hides code of the image, which was verified as it is",
+            "mount data elsewhere, such as in /data or /root/.cache; change code with image.mods "
+            "or image.patches",
+        )
+    if "/" not in source and not source.startswith(("~", ".")):
+        if not _NAME.fullmatch(source):
+            raise bad(
+                "has an invalid volume name",
+                "a name has two or more letters, digits, '_', '.' and '-'; a path begins with /, ~ "
+                "or .",
+            )
+        return Mount(source=source, target=target, read_only=mode == "ro", volume=True)
+    path = os.path.abspath(os.path.join(folder, os.path.expanduser(source)))
+    if why := reaches(path):
+        raise bad(why, "mount the one folder that the server needs")
+    return Mount(source=path, target=target, read_only=mode == "ro")
+
 
 OWN_DRAFT_CACHE = ("draft-eagle3", "draft-mtp", "draft-dflash", "draft-dspark")
 """Speculation modes of llama.cpp that keep a KV cache of their own for the draft."""
@@ -36,7 +172,7 @@ def rule_conflicts(recipe: Recipe) -> tuple[Conflict, ...]:
     )
 
 
-def faults(loaded: Loaded) -> tuple[Fault, ...]:
+def faults(loaded: LoadedRecipe) -> tuple[Fault, ...]:
     """Return contradictions and faults of the command, each at its place in the files."""
     found = (
         loaded.origin(*c.keys).fault(f"{'.'.join(c.keys)}: {c.message}", c.hint)
@@ -45,17 +181,17 @@ def faults(loaded: Loaded) -> tuple[Fault, ...]:
     return (*found, *_container(loaded), *_command(loaded))
 
 
-def require(loaded: Loaded) -> None:
+def require(loaded: LoadedRecipe) -> None:
     """Raise RecipeError (exit 2) with every fault, if there is one."""
     if found := faults(loaded):
         raise RecipeError(f"the recipe {loaded.recipe.name} contradicts itself", found)
 
 
-def load_sound(
+def load_valid(
     path: Path,
     overrides: Sequence[str] = (),
-    change: Callable[[Loaded], Loaded] | None = None,
-) -> Loaded:
+    change: Callable[[LoadedRecipe], LoadedRecipe] | None = None,
+) -> LoadedRecipe:
     """Load a recipe and check its rules, `change` applied first. Raises RecipeError."""
     loaded = load(path, overrides)
     loaded = change(loaded) if change else loaded
@@ -80,23 +216,23 @@ def _definitions(recipe: Recipe) -> tuple[Conflict, ...]:
     )
 
 
-def _container(loaded: Loaded) -> tuple[Fault, ...]:
+def _container(loaded: LoadedRecipe) -> tuple[Fault, ...]:
     """Return invalid volumes and GPUs."""
     box = loaded.recipe.container
     found: list[Fault] = []
-    for key, judge in (
+    for key, try_it in (
         ("volumes", lambda: box and volumes(box.volumes, str(loaded.folder))),
         ("gpus", lambda: box and box.gpus is not None and gpu_request(box.gpus)),
     ):
         try:
-            judge()
+            try_it()
         except UsageError as error:
             message = error.what if key in error.what else f"container.{key}: {error.what}"
             found.append(loaded.origin("container", key).fault(message, error.hint or ""))
     return tuple(found)
 
 
-def _command(loaded: Loaded) -> tuple[Fault, ...]:
+def _command(loaded: LoadedRecipe) -> tuple[Fault, ...]:
     """What the command, rendered with example paths, must not contain, or lacks."""
     recipe, origin = loaded.recipe, loaded.origin("serve", "command")
     found: tuple[Fault, ...] = ()
@@ -107,7 +243,7 @@ def _command(loaded: Loaded) -> tuple[Fault, ...]:
     if recipe.engine == "vllm":
         found += tuple(
             loaded.origin(*c.keys).fault(c.message, c.hint)
-            for c in vllm.conflicts(recipe, flags.read(loaded.command))
+            for c in engine.conflicts(recipe, arguments.read(loaded.command))
         )
     return found
 
@@ -156,3 +292,144 @@ def _acknowledged(recipe: Recipe) -> tuple[Conflict, ...]:
         )
         for name in stale_acknowledgements(recipe)
     )
+
+
+class Facts(Protocol):
+    """A record that facts are added to."""
+
+    def fact(self, name: str, value: object) -> None:
+        """Record a fact."""
+
+
+_ORDER = ("toolkit", "environment", "flags", "quantisation", "compute_capability")
+"""The first of these conditions in a row decides which key to blame."""
+
+
+def known_bad(
+    loaded: LoadedRecipe,
+    *,
+    lock: Lock | None = None,
+    toolkit: str | None = None,
+    capabilities: Iterable[str] = (),
+    types: Iterable[str] = (),
+) -> tuple[Check, ...]:
+    """Return a check for each known-bad combination that matches.
+
+    `toolkit` is nvcc's full version, `types` are the tensor types in the headers of the weights. A
+    check is failed if it refuses, unknown if it warns, passed if the recipe acknowledges it.
+    """
+    number = lock.build_number if lock and loaded.recipe.engine == "llama.cpp" else 0
+    situation = situation_of(
+        loaded.recipe,
+        loaded.command,
+        toolkit=toolkit,
+        capabilities=capabilities,
+        tensor_types=types,
+        engine_version=str(number) if number else None,
+    )
+    return judge(loaded.recipe, situation, shown(loaded.path))
+
+
+def load_and_check(
+    path: Path,
+    overrides: Sequence[str] = (),
+    change: Callable[[LoadedRecipe], LoadedRecipe] | None = None,
+) -> LoadedRecipe:
+    """Load a recipe without contradictions and known-bad combinations, `change` applied first.
+
+    Raises RecipeError.
+    """
+    loaded = load_valid(path, overrides, change)
+    refuse(loaded, known_bad(loaded))
+    return loaded
+
+
+def meant_for(ctx: Context, loaded: LoadedRecipe) -> tuple[str, ...]:
+    """Return the compute capabilities of a build: the recipe's, else those of this machine."""
+    if named := loaded.recipe.host.compute_capability:
+        return (named,)
+    build = loaded.recipe.build
+    if build is None or build.cuda is None or build.cmake.get(ARCHITECTURES) != "native":
+        return ()
+    return compute_capabilities(ctx.processes)
+
+
+def types_in(checkpoints: Iterable[Checkpoint | None]) -> frozenset[str]:
+    """Return the tensor formats of checkpoints."""
+    return frozenset(name for one in checkpoints if one for name in one.formats)
+
+
+def types_on_disk(files: Iterable[Sequence[str]]) -> frozenset[str]:
+    """Return the tensor types of weights that are on this machine; damaged ones are skipped."""
+    found: set[str] = set()
+    for names in files:
+        paths = [Path(name) for name in names]
+        if paths and all(path.is_file() for path in paths):
+            try:
+                found |= read_paths(paths).formats
+            except BakehouseError:
+                continue
+    return frozenset(found)
+
+
+def known_bad_faults(loaded: LoadedRecipe, checks: Iterable[Check]) -> tuple[Fault, ...]:
+    """Return the refused combinations, each at its key in the recipe."""
+    by_id = {PREFIX + row.id: row for row in rows()}
+    found = []
+    for one in checks:
+        if one.verdict is Verdict.FAILED and (row := by_id.get(one.id)):
+            hint = f"{row.fix}; or accept it: acknowledge: {{{row.id}: why}}"
+            message = f"known to be bad, {row.id}: {row.what}"
+            found.append(loaded.origin(*_place(row, loaded.recipe)).fault(message, hint))
+    return tuple(found)
+
+
+def refuse(loaded: LoadedRecipe, checks: tuple[Check, ...]) -> None:
+    """Raise RecipeError (exit 2) for a combination that must not be built or served."""
+    if found := known_bad_faults(loaded, checks):
+        error = RecipeError(f"the recipe {loaded.recipe.name} is known to be bad", found)
+        error.id = "known-bad"
+        error.checks = checks
+        raise error
+
+
+def note(ctx: Context, loaded: LoadedRecipe, checks: tuple[Check, ...], record: Facts) -> None:
+    """Record what matched, with the reasons of acknowledgements; then refuse or warn."""
+    if checks:
+        record.fact("known_bad", [one.to_data() for one in checks])
+    refuse(loaded, checks)
+    for line in warnings(checks):
+        ctx.progress.say(line)
+
+
+def warnings(checks: Iterable[Check]) -> list[str]:
+    """Return one line for each warning and each acknowledged combination."""
+    words = {Verdict.UNKNOWN: "warning", Verdict.PASSED: "acknowledged"}
+    return [
+        f"{words[one.verdict]}: {one.id.removeprefix(PREFIX)}: {one.observed} ({one.expected})"
+        for one in checks
+        if one.verdict in words
+    ]
+
+
+def _place(row: Row, recipe: Recipe) -> tuple[str, ...]:
+    """Return the key to blame: one that meets a condition of the row."""
+    conditions = {name: getattr(row.when, name) for name in _ORDER}
+    names = [c.partition("=")[0] for c in conditions["environment"] or () if c[0] != "!"]
+    if not names:  # a variable that is not set has no place
+        conditions["environment"] = None
+    first = next((name for name, values in conditions.items() if values), None)
+    if first == "environment":
+        room = "serve" if any(name in recipe.serve.env for name in names) else "container"
+        return (room, "env", names[0])
+    if first == "flags":
+        return ("build", "cmake") if recipe.build and recipe.build.cmake else ("serve", "command")
+    if first == "quantisation":
+        model = recipe.weights.model
+        key = next((key for key in ("hub", "path", "url") if getattr(model, key)), "hub")
+        return ("weights", "model", key)
+    places = {
+        "toolkit": ("build", "cuda", "version"),
+        "compute_capability": ("host", "compute_capability"),
+    }
+    return places.get(first or "", ("name",))

@@ -1,4 +1,4 @@
-"""Checks of weight files by their headers, before a server spends minutes on loading them.
+"""Weight files and memory before a launch.
 
 llama.cpp finds these faults late (exit 1 at load) or never (wrong answers at full speed).
 """
@@ -11,10 +11,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bakehouse.checkpoints.files import read_paths
-from bakehouse.checkpoints.whole import Checkpoint
-from bakehouse.checks import Check, check
-from bakehouse.errors import BakehouseError
+from bakehouse.checkpoints.checkpoint import Checkpoint, read_paths
+from bakehouse.context import Context
+from bakehouse.errors import BakehouseError, CheckpointError
+from bakehouse.lock import Lock
+from bakehouse.memory.budget import Weight
+from bakehouse.memory.fit import (
+    best_context,
+    find_machine,
+    fitting_quant,
+    locked_weights,
+    recipe_budget,
+    refusal,
+)
+from bakehouse.memory.machines import Machine
+from bakehouse.memory.requirements import Budget, Pool
+from bakehouse.models import Check, Verdict, check
+from bakehouse.patches.source_tree import repository_of
+from bakehouse.preflight.rules import types_in
+from bakehouse.recipe.models import Recipe
+from bakehouse.system.git import Git, GitFailed
 
 ARCHITECTURE_TABLE = "src/llama-arch.cpp"
 """The file of a llama.cpp source tree that lists the supported architectures."""
@@ -181,3 +197,102 @@ def projector_check(model: Checkpoint, projector: Checkpoint) -> Check:
     seen = ", ".join(map(str, sorted(declared or widths)[:6]))
     observed = f"it projects to {seen}: it is for another size of this model"
     return check("projector-matches", expected, observed, where, ok=False)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The checks of the weights, and the memory budget."""
+
+    checks: tuple[Check, ...]
+    budget: Budget
+    types: frozenset[str]
+    """Tensor types in the headers."""
+
+
+def source_architectures(ctx: Context, lock: Lock) -> frozenset[str] | None:
+    """Return the architectures that the patched source supports; None if it cannot be read."""
+    if lock.source is None or lock.source_tree is None:
+        return None
+    place = f"{lock.source_tree}:{ARCHITECTURE_TABLE}"
+    try:
+        git = Git(ctx.processes, ctx.environment)
+        text = git.ask(repository_of(ctx.places, lock.source), "cat-file", "blob", place)
+    except (GitFailed, BakehouseError):
+        return None
+    return architectures_in(text) or None
+
+
+def admit(
+    ctx: Context,
+    recipe: Recipe,
+    lock: Lock,
+    files: Mapping[str, Sequence[str]],
+    argv: Sequence[str],
+    *,
+    risk_accepted: bool = False,
+    machine: Machine | None = None,
+) -> Admission:
+    """Check weights that are all on this machine; `argv` is the server's command.
+
+    Raises CheckpointError (exit 4) for files that cannot be served, HostError (exit 9) if they do
+    not fit, unless `risk_accepted`. Unknown results are reported and not refused.
+    """
+    paths = {role: [Path(name) for name in names] for role, names in files.items()}
+    chat = recipe.probe.facts.questions is None or any(
+        question.mode == "chat" for question in recipe.probe.facts.questions
+    )
+    known = source_architectures(ctx, lock) if recipe.engine == "llama.cpp" else None
+    seen = inspect(paths, architectures=known, chat=chat, argv=argv)
+    _refuse_files(seen)
+    weights = {role: Weight.read(made) for role, made in seen.checkpoints.items()}
+    machine = machine or find_machine(ctx.processes)
+    budget = recipe_budget(machine, recipe, weights, argv)
+    checks = (*seen.checks, *budget.checks())
+    if not budget.fits and not risk_accepted:
+        raise refusal(
+            budget,
+            context=best_context(machine, recipe, weights, argv),
+            quant=fitting_quant(ctx, machine, recipe, weights, argv, files=paths["model"]),
+            mapped=recipe.engine == "llama.cpp",
+        )
+    return Admission(checks, budget, types_in(seen.checkpoints.values()))
+
+
+def refuse_by_size(
+    ctx: Context,
+    recipe: Recipe,
+    lock: Lock,
+    argv: Sequence[str],
+    machine: Machine | None = None,
+    *,
+    files: Sequence[str] = (),
+) -> None:
+    """Refuse weights larger than all memory, before hours of fetching them.
+
+    Only their sizes count; `files` are the model's, if the user's own are used in place. Raises
+    HostError (exit 9).
+    """
+    machine = machine or find_machine(ctx.processes)
+    weights = locked_weights(lock, {})
+    pools = (Pool.GPU, Pool.SYSTEM) if machine.discrete else (Pool.SYSTEM,)
+    room = machine.available + (machine.gpu_free() if machine.discrete else 0)
+    room -= sum(machine.reserve(pool) for pool in pools)
+    if sum(weight.size for weight in weights.values()) <= room:
+        return
+    budget = recipe_budget(machine, recipe, weights, argv)
+    if not budget.fits:
+        at = [Path(name) for name in files]
+        raise refusal(budget, quant=fitting_quant(ctx, machine, recipe, weights, argv, files=at))
+
+
+def _refuse_files(seen: Inspected) -> None:
+    failed = [check for check in seen.checks if check.verdict is Verdict.FAILED]
+    if failed:
+        first = failed[0]
+        raise CheckpointError(
+            f"the weights cannot be served: {first.observed}",
+            where=first.where,
+            hint=f"expected: {first.expected}",
+            id=first.id,
+            checks=seen.checks,
+        )

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from bakehouse import atomic
-from bakehouse.base import digest, to_json
 from bakehouse.errors import HostError, LockError
 from bakehouse.lock import Lock
-from bakehouse.places import current_copy, writable_copy
-from bakehouse.probe.types import Golden, Known
-from bakehouse.recipe.model import Recipe
+from bakehouse.models import digest, to_json
+from bakehouse.paths import current_copy, writable_copy
+from bakehouse.probe.models import Golden, ServedModel
+from bakehouse.recipe.models import Recipe
+from bakehouse.util import files
 
 SCHEMA = 1
 
@@ -30,12 +30,12 @@ def weights16(lock: Lock) -> str:
     return digest(sorted([file.size, file.sha256] for file in lock.weights["model"].files))[:16]
 
 
-def known_of(recipe: Recipe, lock: Lock, folder: Path, identity: str = "") -> Known:
+def known_of(recipe: Recipe, lock: Lock, folder: Path, identity: str = "") -> ServedModel:
     """Give what is known of a recipe's model; `folder` is where the recipe lies.
 
     `identity` is the digest of the server as it was started, where there is one.
     """
-    return Known(
+    return ServedModel(
         weights16=weights16(lock),
         kv_cache=recipe.serve.kv_cache or ("f16" if recipe.engine == "llama.cpp" else "auto"),
         backend=backend_of(recipe),
@@ -57,13 +57,13 @@ def backend_of(recipe: Recipe) -> str:
 BACKENDS = ("cuda", "hip", "vulkan", "sycl", "metal")
 
 
-def golden_path(known: Known) -> Path:
+def golden_path(known: ServedModel) -> Path:
     """Return the path of the golden values of these weights."""
     kv = "".join(c if c.isalnum() or c in "_-" else "-" for c in known.kv_cache)
     return current_copy(known.goldens / f"{known.weights16}-{kv}.json")
 
 
-def read_golden(known: Known | None) -> Golden | None:
+def read_golden(known: ServedModel | None) -> Golden | None:
     """Read the golden values; None where there are none yet. Raises LockError."""
     if known is None:
         return None
@@ -106,12 +106,12 @@ def _on_one_line(found: re.Match[str]) -> str:
     return f"[{' '.join(found[1].split())}]"
 
 
-def write_golden(known: Known, golden: Golden) -> Path:
+def write_golden(known: ServedModel, golden: Golden) -> Path:
     """Write golden values; an older file is replaced, at once or not at all. Raises HostError."""
     path = writable_copy(golden_path(known))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write(path, _LIST.sub(_on_one_line, to_json(golden)).encode())
+        files.write(path, _LIST.sub(_on_one_line, to_json(golden)).encode())
     except OSError as error:
         raise HostError(f"cannot be written: {error.strerror}", where=str(path)) from error
     return path

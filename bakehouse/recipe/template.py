@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bakehouse.errors import Fault, RecipeError
-from bakehouse.recipe.faults import Origin, kind, printable
-from bakehouse.recipe.model import Recipe
+from bakehouse.recipe.models import Recipe
+from bakehouse.recipe.types import Origin, kind, printable
 from bakehouse.util.text import did_you_mean
 
 if TYPE_CHECKING:  # Jinja is slow to import, and this module is imported for `Paths` as well

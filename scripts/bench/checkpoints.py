@@ -21,12 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bakehouse.checkpoints import reshard as module
+from bakehouse.checkpoints import reshard
 from bakehouse.checkpoints.gguf import read_gguf
 from bakehouse.checkpoints.reader import FileSource
-from bakehouse.checkpoints.reshard import read_source
+from bakehouse.checkpoints.reshard import cut, read_source
 from bakehouse.checkpoints.safetensors import read_safetensors
-from bakehouse.checkpoints.shards import cut
 from bakehouse.progress import Silent
 
 SIZE = 800 * 2**20
@@ -111,8 +110,8 @@ def write_shards(folder: Path, part: Path) -> None:
     part.mkdir()
     source = read_source(folder)
     plan = cut(source.tensors, 100 * 2**20, {}, {})
-    with module._opened(source.files) as inputs, Silent().bar("") as bar:  # noqa: SLF001
-        module._write(plan, part, inputs, set(), bar)  # noqa: SLF001
+    with reshard._opened(source.files) as inputs, Silent().bar("") as bar:  # noqa: SLF001
+        reshard._write(plan, part, inputs, set(), bar)  # noqa: SLF001
 
 
 def against_cp(folder: Path) -> None:
@@ -142,7 +141,7 @@ def against_cp(folder: Path) -> None:
             f" {work:.2f} s of CPU, {min(works['cp']) / work:.2f} by that"
         )
     shutil.rmtree(target)
-    spent = best(lambda: module.reshard(source, target, 100 * 2**20, Silent()), 1)
+    spent = best(lambda: reshard.reshard(source, target, 100 * 2**20, Silent()), 1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"reshard  {rate / spent:6.0f} MB/s with verification by sha256 and fsync")
     print(f"peak memory of all of this {peak:.0f} MiB")

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bakehouse.commands import fit
 from bakehouse.context import Context
-from bakehouse.places import Places
-from bakehouse.ports.http import Reply
+from bakehouse.paths import Places
+from bakehouse.system.http import Reply
 from tests.support.checkpoints import gguf_bytes, llama_metadata
 from tests.support.filehost import serve_files
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bakehouse.ports.http import Http, Unreachable
-from bakehouse.ports.process import environment
-from bakehouse.probe.score import score_text
-from bakehouse.probe.talk import Talk
+from bakehouse.probe.client import Client
+from bakehouse.probe.logprobs import score_text
+from bakehouse.system.http import Http, Unreachable
+from bakehouse.system.process import environment
 
 RULER = (
     """Bread is made from flour, water, salt and yeast. The dough is kneaded, left to rise in a warm
@@ -95,7 +95,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def ruler(talk: Talk) -> tuple[float | None, int]:
+def ruler(talk: Client) -> tuple[float | None, int]:
     """Give the negative log-likelihood of the ruler's texts in nats, and of how many tokens.
 
     None where a probability is not a number. Raises NotServed where there is no answer of use.

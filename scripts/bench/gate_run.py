@@ -13,22 +13,22 @@ from types import FunctionType
 from typing import Any
 
 from bakehouse.context import Context
-from bakehouse.places import Places
-from bakehouse.ports.http import Unreachable
-from bakehouse.probe.accept import take_golden
+from bakehouse.paths import Places
+from bakehouse.probe.client import Client, RequestLimits
 from bakehouse.probe.golden import read_golden, write_golden
+from bakehouse.probe.models import GOOD, Endpoint, ServedModel, SuiteInput
+from bakehouse.probe.runner import take_golden
 from bakehouse.probe.suites import REGISTRY
-from bakehouse.probe.talk import Patience, Talk
-from bakehouse.probe.types import GOOD, Endpoint, Given, Known
-from bakehouse.recipe.gate import SuiteName, default_suites
-from bakehouse.recipe.load import find, load
+from bakehouse.recipe.loader import find, load
+from bakehouse.recipe.models import SuiteName, default_suites
+from bakehouse.system.http import Unreachable
 from scripts.bench.gate_measure import NotServed, decoded, ruler, served
 from scripts.bench.gate_variants import REFERENCE, Variant
 from scripts.bench.gate_weights import Weights, requantise, rewrite
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
-    "bakehouse/probe", "bakehouse/recipe/gate.py", "recipes/smollm2-cpu.yaml",
+    "bakehouse/probe", "bakehouse/recipe/models.py", "recipes/smollm2-cpu.yaml",
     "scripts/bench/gate_measure.py",
 )  # fmt: skip
 """What can change a result, beside the variant, the model and the engine."""
@@ -37,7 +37,7 @@ CONTEXT = 1024
 PROBE = load(find("smollm2-cpu", ROOT / "recipes")).recipe.probe
 """What the recipe of this model asks."""
 DECIDING = PROBE.suites or default_suites("llama.cpp")
-HASTE = Patience(base=30.0, per_token=0.2, attempts=2, longest_wait=1.0)
+HASTE = RequestLimits(base=30.0, per_token=0.2, attempts=2, longest_wait=1.0)
 
 
 class NoTool(Exception):
@@ -221,7 +221,7 @@ class Bench:
         row = Row(variant.name, variant.what, variant.kind, known)
         try:
             with self._served(variant, model) as url:
-                nats, tokens = ruler(Talk(self._context, _endpoint(url), HASTE))
+                nats, tokens = ruler(Client(self._context, _endpoint(url), HASTE))
                 suites: dict[str, Judged] = {
                     name: self._suite(name, url, variant) for name in asked()
                 }
@@ -232,9 +232,9 @@ class Bench:
     def _suite(self, name: SuiteName, url: str, variant: Variant) -> Judged:
         """Ask one suite, and judge what was heard with and without golden values."""
         endpoint, known, http = _endpoint(url), self._known(variant), self._context.http
-        given = Given(endpoint, PROBE, known, read_golden(known))
+        given = SuiteInput(endpoint, PROBE, known, read_golden(known))
         before = decoded(http, url)
-        talk = Talk(self._context, endpoint, HASTE)
+        talk = Client(self._context, endpoint, HASTE)
         heard = REGISTRY[name].ask(talk, given)
         proof = REGISTRY[name].judge(heard, given)
         alone = REGISTRY[name].judge(heard, replace(given, golden=None))
@@ -244,11 +244,11 @@ class Bench:
             decoded(http, url) - before, dict(proof.figures),
         )  # fmt: skip
 
-    def _known(self, variant: Variant) -> Known:
+    def _known(self, variant: Variant) -> ServedModel:
         """What is known of a variant: a mutant goes by the name of the weights that it spoils."""
         name = "smollm2" if variant.same else variant.rewrite
         weights16 = hashlib.sha256(name.encode()).hexdigest()[:16]
-        return Known(weights16, variant.kv, "cpu", "", self._goldens)
+        return ServedModel(weights16, variant.kv, "cpu", "", self._goldens)
 
 
 def asked() -> tuple[SuiteName, ...]:
@@ -260,7 +260,7 @@ def _endpoint(url: str) -> Endpoint:
     return Endpoint(url, model="default", engine="llama.cpp", context=CONTEXT)
 
 
-def _of_this_server(given: Given) -> Given:
+def _of_this_server(given: SuiteInput) -> SuiteInput:
     """Let the golden values be those of the server that is judged, whose bounds are tighter."""
     golden, known = given.golden, given.known
     return replace(

@@ -17,9 +17,8 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 
-from bakehouse.checkpoints.gguf import GgufHeader, read_gguf
+from bakehouse.checkpoints.gguf import GGML_BY_NAME, GGML_TYPES, GgufHeader, Tensor, read_gguf
 from bakehouse.checkpoints.reader import FileSource
-from bakehouse.checkpoints.tensors import GGML_BY_NAME, GGML_TYPES, Tensor
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]

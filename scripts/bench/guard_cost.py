@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bakehouse.context import Context
 from bakehouse.host import read_host
-from bakehouse.places import Places
-from bakehouse.serve.bring import bring_up
-from bakehouse.serve.control import look, stop
-from bakehouse.serve.guard import FAST_S, SLOW_S, Bounds
+from bakehouse.paths import Places
+from bakehouse.server.memory_guard import FAST_S, SLOW_S, Bounds
+from bakehouse.server.session import start_or_reuse
+from bakehouse.server.status import get_status, stop
 from tests.support.serving import Notes, agree, order
 
 MIB = 2**20
@@ -37,8 +37,8 @@ def measure(folder: Path, name: str, bounds: Bounds | None, every: float, second
     wanted = order(ctx, name="idle", guard=bounds)
     run = folder / "run"
     run.mkdir(exist_ok=True)
-    bring_up(ctx, wanted, agree, Notes(run))
-    seen = look(wanted.folder)
+    start_or_reuse(ctx, wanted, agree, Notes(run))
+    seen = get_status(wanted.folder)
     keeper = seen.processes[0].pid
     try:
         time.sleep(1)

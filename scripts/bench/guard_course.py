@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bakehouse.serve.guard import GIB, Bounds
-from bakehouse.serve.keeper import MEMORY_GRACE_S
+from bakehouse.server.memory_guard import GIB, Bounds
+from bakehouse.server.supervisor import MEMORY_GRACE_S
 from bakehouse.util.text import size_text as size
 from tests.support.spark import COURSES, TOTAL, play
 

@@ -20,8 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bakehouse.context import Context
-from bakehouse.places import Places
-from bakehouse.sources.known import known_sha256s
+from bakehouse.paths import Places
+from bakehouse.sources.files import known_sha256s
 
 FILES, SIZE = 8, 200 * 2**20
 ROUNDS = 5

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bakehouse.patches.kinds import Kind, read_kinds
+from bakehouse.patch_review.log_diff import Kind, read_kinds
 from scripts.bench import signatures as logs
 
 

@@ -21,8 +21,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bakehouse.signatures.catalogue import catalogue
-from bakehouse.signatures.scanner import Scanner
+from bakehouse.logscan.catalogue import catalogue
+from bakehouse.logscan.scanner import Scanner
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = ROOT / "tests" / "data" / "logs" / "llama-server.log"

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from bakehouse.context import Context
-from bakehouse.places import Places
-from bakehouse.toolkit.find import find_toolkits
-from bakehouse.toolkit.provide import finish_layout
+from bakehouse.cuda.install import finish_layout
+from bakehouse.cuda.toolkit import find_toolkits
+from bakehouse.paths import Places
 
 
 def find_parts(version: str) -> tuple[Path, Path] | None:

@@ -9,12 +9,11 @@ import pytest
 
 from bakehouse.context import Context
 from bakehouse.lock import ArchivePin, FilePin, Lock, WeightPin
-from bakehouse.memory.machine import PROFILES
-from bakehouse.memory.recipe import locked_weights, recipe_budget
-from bakehouse.preflight.admit import source_architectures
-from bakehouse.preflight.weights import ARCHITECTURE_TABLE
-from bakehouse.recipe.load import find, load
-from bakehouse.sources.tree import repository_of
+from bakehouse.memory.fit import locked_weights, recipe_budget
+from bakehouse.memory.machines import PROFILES
+from bakehouse.patches.source_tree import repository_of
+from bakehouse.preflight.weights import ARCHITECTURE_TABLE, source_architectures
+from bakehouse.recipe.loader import find, load
 from tests.support.checkpoints import write
 
 pytestmark = pytest.mark.integration

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse import atomic
+from bakehouse.util import files
 
 pytestmark = pytest.mark.integration
 
@@ -34,7 +34,7 @@ WRITERS = {
     "lock": (
         "recipes/r.lock.json",
         (
-            "from bakehouse.lock import Lock\nfrom bakehouse.resolve import _write\n"
+            "from bakehouse.lock import Lock\nfrom bakehouse.resolver import _write\n"
             "_write(folder / 'recipes/r.lock.json',"
             " Lock(recipe='r', engine='llama.cpp', wants='', weights={}))"
         ),
@@ -43,7 +43,7 @@ WRITERS = {
         "patches/o/n/7.yaml",
         (
             "from bakehouse.patches.manifest import Manifest\n"
-            "from bakehouse.sources.manifests import write_manifest\n"
+            "from bakehouse.patches.manifest import write_manifest\n"
             "write_manifest(folder / 'patches/o/n/7.yaml',"
             " Manifest(id='7', repo='o/n', source='https://x.org/7'))"
         ),
@@ -59,7 +59,7 @@ WRITERS = {
         "recipes/golden/" + "0" * 16 + "-f16.json",
         (
             "from bakehouse.probe.golden import write_golden\n"
-            "from bakehouse.probe.types import Golden, Known\n"
+            "from bakehouse.probe.models import Golden, Known\n"
             "known = Known(weights16='0' * 16, kv_cache='f16', backend='cpu', identity='',"
             " goldens=folder / 'recipes/golden')\n"
             "write_golden(known, Golden.model_construct())"
@@ -68,7 +68,7 @@ WRITERS = {
     "kept patch": (
         "home/cache/patches/" + "a" * 64 + ".patch",
         (
-            "from bakehouse.places import Places\nfrom bakehouse.sources.patches import keep\n"
+            "from bakehouse.paths import Places\nfrom bakehouse.patches.apply import keep\n"
             "keep(Places(folder / 'home/cache', folder / 'home/state'), 'a' * 64, b'diff')"
         ),
     ),
@@ -94,7 +94,7 @@ def writing(folder: Path, words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def parts(folder: Path) -> list[Path]:
-    return sorted(folder.rglob(f".*{atomic.SUFFIX}"))
+    return sorted(folder.rglob(f".*{files.SUFFIX}"))
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -106,40 +106,40 @@ def test_atomic_write_removes_leftovers_of_killed_writers(writer: str, tmp_path:
         (left,) = parts(tmp_path)
         assert left.parent == target.parent
         assert left.stat().st_size
-        atomic.write(target.with_name("another"), b"new")
+        files.write(target.with_name("another"), b"new")
         assert parts(tmp_path) == [left], "its writer lives"
         child.send_signal(signal.SIGKILL)
         child.wait()
     assert parts(tmp_path) == [left]
     assert not target.exists()
-    atomic.write(target.with_name("another"), b"newer")
+    files.write(target.with_name("another"), b"newer")
     assert not parts(tmp_path)
     assert [p.name for p in target.parent.iterdir()] == ["another"]
 
 
 def test_atomic_sweep_removes_a_record_that_was_cut_off(tmp_path: Path) -> None:
     words = (
-        "from bakehouse.context import Context\nfrom bakehouse.places import Places\n"
-        "from bakehouse.records.store import Run\n"
+        "from bakehouse.context import Context\nfrom bakehouse.paths import Places\n"
+        "from bakehouse.runs.store import Run\n"
         "ctx = Context(places=Places(folder / 'cache', folder / 'state'), recipes=folder)\n"
         "with Run.start(ctx, 'build', 'r') as run:\n    run.save()\n"
     )
     with writing(tmp_path, words):
         assert len(parts(tmp_path)) == 1
     (left,) = parts(tmp_path)
-    assert atomic.sweep(left.parent) == 1
+    assert files.sweep(left.parent) == 1
     assert not parts(tmp_path)
 
 
 def test_atomic_sweep_removes_only_own_files(tmp_path: Path) -> None:
-    names = [".x.yaml.4711.tmp", "x.part", f"x{atomic.SUFFIX}", ".gitignore", ".x.bakehouse-part~"]
+    names = [".x.yaml.4711.tmp", "x.part", f"x{files.SUFFIX}", ".gitignore", ".x.bakehouse-part~"]
     for name in names:
         (tmp_path / name).write_bytes(b"mine")
-    folder, link = tmp_path / f".d{atomic.SUFFIX}", tmp_path / f".l{atomic.SUFFIX}"
+    folder, link = tmp_path / f".d{files.SUFFIX}", tmp_path / f".l{files.SUFFIX}"
     folder.mkdir()
     (tmp_path / "precious").write_text("mine")
     link.symlink_to(tmp_path / "precious")
-    atomic.write(tmp_path / "y", b"data")
+    files.write(tmp_path / "y", b"data")
     there = {p.name for p in tmp_path.iterdir()}
     assert there == {*names, folder.name, link.name, "precious", "y"}
     assert (tmp_path / "precious").read_text() == "mine"
@@ -147,8 +147,8 @@ def test_atomic_sweep_removes_only_own_files(tmp_path: Path) -> None:
 
 def test_atomic_write_keeps_the_old_file_on_error(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    atomic.write(path, b"old")
-    with pytest.raises(KeyboardInterrupt), atomic.replacing(path) as file:
+    files.write(path, b"old")
+    with pytest.raises(KeyboardInterrupt), files.replacing(path) as file:
         file.write(b"half")
         raise KeyboardInterrupt
     assert path.read_bytes() == b"old"
@@ -158,7 +158,7 @@ def test_atomic_write_keeps_the_old_file_on_error(tmp_path: Path) -> None:
 def test_atomic_write_uses_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        atomic.write(tmp_path / "x", b"data")
+        files.write(tmp_path / "x", b"data")
     finally:
         os.umask(before)
     assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
@@ -169,15 +169,15 @@ def test_atomic_write_without_file_locks(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    (tmp_path / f".x.1{atomic.SUFFIX}").write_bytes(b"whose?")
-    atomic.write(tmp_path / "x", b"data")
+    (tmp_path / f".x.1{files.SUFFIX}").write_bytes(b"whose?")
+    files.write(tmp_path / "x", b"data")
     assert (tmp_path / "x").read_bytes() == b"data"
     assert len(parts(tmp_path)) == 1
 
 
 def test_atomic_write_with_long_names(tmp_path: Path) -> None:
-    atomic.write(tmp_path / ("n" * 255), b"data")
-    atomic.write(tmp_path / ("ü" * 120), b"data")
+    files.write(tmp_path / ("n" * 255), b"data")
+    files.write(tmp_path / ("ü" * 120), b"data")
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -187,7 +187,7 @@ def test_atomic_write_from_many_threads(tmp_path: Path) -> None:
     def work(number: int) -> None:
         try:
             for turn in range(100):
-                atomic.write(tmp_path / f"x{turn % 3}", b"%d" % number * 1000, sync=False)
+                files.write(tmp_path / f"x{turn % 3}", b"%d" % number * 1000, sync=False)
         except BaseException as error:
             errors.append(error)
 

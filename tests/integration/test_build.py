@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.build import ensure as building
+from bakehouse.build import builder
 from bakehouse.build.artifact import Artifact, Damaged, verify
 from bakehouse.context import Context
 from bakehouse.errors import BuildFailed, HostError
 from bakehouse.lock import Lock
-from bakehouse.places import Places
+from bakehouse.paths import Places
 from bakehouse.plan.types import BuildPlan
-from bakehouse.records.store import Run
+from bakehouse.runs.store import Run
 from tests.support.small_engine import FILES, small_lock, small_plan, write_small
 
 pytestmark = pytest.mark.integration
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 
 def build(ctx: Context, plan: BuildPlan, lock: Lock | None = None) -> Artifact:
     with Run.start(ctx, "build", "small") as run:
-        return building.ensure(ctx, lock or small_lock(), plan, run)
+        return builder.ensure(ctx, lock or small_lock(), plan, run)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     def write(_ctx: Context, _lock: Lock, target: Path) -> None:
         write_small(target, changes)
 
-    monkeypatch.setattr(building, "write_source", write)
+    monkeypatch.setattr(builder, "write_source", write)
     return changes
 
 
@@ -97,7 +97,7 @@ def test_build_sees_the_pin_and_no_repository_around_it(
         who = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
         subprocess.run(["git", "-C", str(context.places.cache), *who, *argv], check=True)
     with Run.start(context, "build", "small") as run:
-        building.ensure(context, small_lock(), small_plan(context), run)
+        builder.ensure(context, small_lock(), small_plan(context), run)
     log = (run.folder / "02-configure.log").read_text()
     assert "tree commit: abcdef012\n" in log
 

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 
 from bakehouse import cli
-from bakehouse.checks import Verdict
 from bakehouse.commands import build as build_task
-from bakehouse.commands import plan as plan_task
-from bakehouse.context import Context
+from bakehouse.commands import plan
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import BuildFailed, LockError, RecipeError, UsageError
-from bakehouse.outcome import Outcome
-from bakehouse.places import Places
+from bakehouse.models import Verdict
+from bakehouse.paths import Places
 from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
 from tests.support.small_engine import FILES
 
@@ -94,14 +93,14 @@ def test_build_from_a_recipe_to_a_server(ctx: Context) -> None:
 
 def test_plan_prints_and_runs_nothing(ctx: Context) -> None:
     with pytest.raises(LockError) as caught:
-        plan_task.run(ctx, plan_task.Options("small"))
+        plan.run(ctx, plan.Options("small"))
     assert caught.value.id == "lock-missing"
     build(ctx)
-    planned = plan_task.run(ctx, plan_task.Options("small"))
+    planned = plan.run(ctx, plan.Options("small"))
     dry = build(ctx, dry_run=True)
     assert planned.result["built"] is True
     assert planned.result["build"]["digest"] == dry.result["digest"]
-    other = plan_task.run(ctx, plan_task.Options("small", ("build.cmake.SMALL_GREETING=x",)))
+    other = plan.run(ctx, plan.Options("small", ("build.cmake.SMALL_GREETING=x",)))
     assert other.result["built"] is False
     assert "not built yet" in other.text
     assert "-DSMALL_GREETING=x" in other.text
@@ -131,7 +130,7 @@ def test_plan_refuses_a_forced_definition_at_its_place(ctx: Context) -> None:
     recipe = ctx.recipes / "small.yaml"
     recipe.write_text(recipe.read_text().replace("cmake:\n", "cmake:\n    GIT_EXE: /bin/git\n"))
     with pytest.raises(RecipeError) as caught:
-        plan_task.run(ctx, plan_task.Options("small"))
+        plan.run(ctx, plan.Options("small"))
     assert "small.yaml:9:14: build.cmake.GIT_EXE: " in (caught.value.where or "")
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from bakehouse import cli
 from bakehouse.errors import HostError
-from bakehouse.ports.docker import ContainerSpec
-from bakehouse.ports.docker_engine import RealDocker
-from bakehouse.serve import containers
-from bakehouse.serve.control import look
-from bakehouse.serve.state import read
+from bakehouse.server import containers
+from bakehouse.server.state import read
+from bakehouse.server.status import get_status
+from bakehouse.system.docker.client import DockerClient
+from bakehouse.system.docker.models import ContainerSpec
 from tests.support.boxed import House
 from tests.support.docker_engine import Engine, make_image
 from tests.support.house import crash, until
@@ -49,7 +49,7 @@ def test_hanging_engine_is_reported_and_nothing_changes(house: House, *, crashed
                 assert (seen["status"], seen["ended"]) == ("unclear", None)
                 assert "is not known" in seen["trouble"] or "may still exist" in seen["trouble"]
     containers._timeouts.clear()
-    assert look(house.server()).word == ("orphaned" if crashed else "running")
+    assert get_status(house.server()).word == ("orphaned" if crashed else "running")
     assert house.call("stop")[0] == 0
 
 
@@ -92,11 +92,11 @@ def test_hanging_engine_during_stop_is_recorded(house: House) -> None:
     assert state.keeper
     with house.engine.hanging():
         state.keeper.send(15)
-        until(lambda: not look(house.server(), inside=False).processes, 40)
+        until(lambda: not get_status(house.server(), inside=False).processes, 40)
         code, document, _ = house.call("status")
         assert (code, document["result"]["servers"][0]["status"]) == (9, "unclear")
     assert len(house.boxes()) == 1
-    assert look(house.server()).word == "orphaned"
+    assert get_status(house.server()).word == "orphaned"
     assert house.call("stop")[0] == 0
     assert house.boxes() == []
 
@@ -107,9 +107,13 @@ def test_hanging_engine_during_start_is_reported(house: House) -> None:
     asking = threading.Thread(target=lambda: answers.append(house.call("serve")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bakehouse.cli._signals", _no_signals)
-        patch.setattr("bakehouse.ports.docker_engine.TIMEOUT_S", 4.0)
+        patch.setattr("bakehouse.system.docker.client.TIMEOUT_S", 4.0)
         asking.start()
-        until(lambda: bool(house.boxes()) and look(house.server(), inside=False).word == "starting")
+        until(
+            lambda: (
+                bool(house.boxes()) and get_status(house.server(), inside=False).word == "starting"
+            )
+        )
         time.sleep(1)
         with house.engine.hanging():
             asking.join(110)
@@ -128,7 +132,7 @@ class _no_signals:  # noqa: N801 - stands in place of a function
 def test_slow_engine_is_not_hanging(docker_engine: Engine) -> None:
     """Waiting and following take as long as they take, whatever a short question may."""
     image = make_image(docker_engine, "hangs/busybox:1", "ENV PATH=/bin")
-    port = RealDocker(docker_engine.environment, patience=1.0)
+    port = DockerClient(docker_engine.environment, patience=1.0)
     one = port.create(
         ContainerSpec(image=image, entrypoint=("sh", "-c"), argv=("echo a; sleep 4; echo b",))
     )
@@ -141,7 +145,7 @@ def test_slow_engine_is_not_hanging(docker_engine: Engine) -> None:
 
 
 def test_hanging_engine_times_out_each_question(docker_engine: Engine) -> None:
-    port = RealDocker(docker_engine.environment, patience=1.0)
+    port = DockerClient(docker_engine.environment, patience=1.0)
     assert port.facts().system == "linux"
     with docker_engine.hanging():
         for longest in (3.0, 7.0):  # the first one waits for its answer, the next ones only knock
@@ -172,14 +176,14 @@ def test_paused_container_is_reported_resumed_and_stopped(house: House) -> None:
         assert time.monotonic() - began < 5
 
     house.engine.cli("unpause", "bakehouse-boxed")
-    assert look(house.server()).word == "running"
+    assert get_status(house.server()).word == "running"
     assert house.call("probe")[0] == 0
     house.engine.cli("pause", "bakehouse-boxed")
     began = time.monotonic()
     assert house.call("stop")[0] == 0
     assert time.monotonic() - began < 15
     assert house.boxes() == []
-    assert look(house.server()).word == "ended"
+    assert get_status(house.server()).word == "ended"
 
 
 def test_paused_container_while_it_loads(house: House) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from bakehouse.serve.control import look
-from bakehouse.serve.state import LOST, read
+from bakehouse.server.state import LOST, read
+from bakehouse.server.status import get_status
 from tests.support.boxed import House
 from tests.support.house import crash, until
 
@@ -54,12 +54,12 @@ def all_is_well(house: House) -> None:
     code, document, _ = house.call("stop")
     assert code == 0, document["error"]
     assert house.boxes() == []
-    assert look(house.server()).word in ("ended", "gone")
+    assert get_status(house.server()).word in ("ended", "gone")
     code, document, _ = house.serve()
     assert code == 0, document["error"]
     assert document["result"]["again"] is False
     assert len(house.boxes()) == 1
-    assert look(house.server()).word == "running"
+    assert get_status(house.server()).word == "running"
 
 
 def test_kill_of_the_follower(house: House) -> None:
@@ -68,7 +68,7 @@ def test_kill_of_the_follower(house: House) -> None:
     assert state
     assert state.server
     state.server.send(signal.SIGKILL)
-    until(lambda: look(house.server()).word == "ended")
+    until(lambda: get_status(house.server()).word == "ended")
     state = read(house.server())
     assert state
     assert state.ended
@@ -84,7 +84,7 @@ def test_kill_of_the_follower_while_the_engine_hangs(house: House) -> None:
     assert state.server
     with house.engine.hanging():
         state.server.send(signal.SIGKILL)
-        until(lambda: not look(house.server(), inside=False).processes, 40)
+        until(lambda: not get_status(house.server(), inside=False).processes, 40)
     ended = read(house.server())
     assert ended
     assert ended.ended
@@ -99,7 +99,7 @@ def test_kill_of_the_supervisor(house: House) -> None:
     assert state
     assert state.keeper
     state.keeper.send(signal.SIGKILL)
-    until(lambda: look(house.server()).word == "gone")
+    until(lambda: get_status(house.server()).word == "gone")
     assert house.boxes() == []
     all_is_well(house)
 
@@ -121,7 +121,7 @@ def _loading(house: House) -> bool:
 
 
 def _proving(house: House) -> bool:
-    state = look(house.server(), inside=False).state
+    state = get_status(house.server(), inside=False).state
     return bool(state and state.port and state.phase == "starting")
 
 
@@ -131,7 +131,7 @@ def test_kill_of_serve_before_the_verification(house: House, at: Callable[[House
     child = start(house, "serve")
     until(lambda: at(house) or child.poll() is not None, 40)
     kill(child)
-    until(lambda: not look(house.server(), inside=False).processes, 30)
+    until(lambda: not get_status(house.server(), inside=False).processes, 30)
     state = read(house.server())
     proven = bool(state and state.proven)
     assert not proven or child.returncode == 0  # it came too late
@@ -146,7 +146,7 @@ def test_kill_of_serve_at_some_moment(house: House, after: float) -> None:
     child = start(house, "serve")
     time.sleep(after)
     kill(child)
-    until(lambda: not look(house.server(), inside=False).processes, 30)
+    until(lambda: not get_status(house.server(), inside=False).processes, 30)
     assert house.boxes() == []
     code, document, _ = house.serve()
     assert code == 0, document["error"]

@@ -10,8 +10,8 @@ import pytest
 import requests
 
 from bakehouse.host import read_host
-from bakehouse.serve.control import look
-from bakehouse.serve.state import read
+from bakehouse.server.state import read
+from bakehouse.server.status import get_status
 from tests.support.boxed import House
 from tests.support.house import until
 
@@ -36,7 +36,7 @@ def test_guard_ends_a_container_that_eats_memory(house: House) -> None:
     before = read_host().memory_available
     began = time.monotonic()
     requests.get(f"{document['result']['url']}/eat", timeout=5)
-    until(lambda: look(house.server()).word == "ended", 60)
+    until(lambda: get_status(house.server()).word == "ended", 60)
 
     assert time.monotonic() - began < 45
     state = read(house.server())

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from bakehouse.errors import HostError
-from bakehouse.ports.docker import ContainerSpec
-from bakehouse.serve import container
+from bakehouse.server import container_follower
+from bakehouse.system.docker.models import ContainerSpec
 from tests.support.docker_engine import Engine, make_image, running
 from tests.support.house import until
 
@@ -63,7 +63,7 @@ def test_engine_restart(docker_engine: Engine, tmp_path: Path, *, live: bool) ->
         made = engine.port().create(spec)
         with (tmp_path / "log").open("wb") as log:
             follower = subprocess.Popen(
-                [sys.executable, "-m", container.__name__, str(folder), made, "5", "n"],
+                [sys.executable, "-m", container_follower.__name__, str(folder), made, "5", "n"],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=engine.environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
             )  # fmt: skip

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.signatures.model import Finding, exit_code
-from bakehouse.signatures.scanner import scan
+from bakehouse.logscan.findings import Finding, exit_code
+from bakehouse.logscan.scanner import scan
 
 
 def _findings(*argv: str | Path, cwd: Path | None = None) -> tuple[Finding, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bakehouse.build.image import image_files
-from bakehouse.ports.docker import ContainerSpec
+from bakehouse.system.docker.models import ContainerSpec
 from tests.support import vllm_stand_in as stand_in
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.docker_engine import Engine, make_image

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bakehouse.ports.docker import OURS
+from bakehouse.system.docker.models import OURS
 from tests.conftest import INVOKE, ROOT
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.docker_engine import Engine, LocalRegistry, make_image, push

@@ -16,8 +16,8 @@ import pytest
 
 from bakehouse.build.image import image_files
 from bakehouse.context import Context
-from bakehouse.places import Places
-from bakehouse.toolkit.provide import pin_toolkit, provide
+from bakehouse.cuda.install import pin_toolkit, provide
+from bakehouse.paths import Places
 from tests.support.docker_engine import Engine, make_image
 from tests.support.image_builds import BUILDER, ImageHome, write_small_recipe
 from tests.support.small_cuda import CUDA_FILES

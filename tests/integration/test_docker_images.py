@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from bakehouse.base import to_json
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound
 from bakehouse.lock import ImagePin, Lock
+from bakehouse.models import to_json
 from bakehouse.progress import Bar, Silent
 from bakehouse.sources import images
 from bakehouse.sources.images import ensure_image, moved_tags, pin_image

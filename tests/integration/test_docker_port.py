@@ -10,8 +10,8 @@ import pytest
 import requests
 
 from bakehouse.errors import BakehouseError, HostError, NotFound
-from bakehouse.ports.docker import OURS, ContainerSpec, Mount, Published
-from bakehouse.ports.docker_engine import ASKED_BY, RealDocker
+from bakehouse.system.docker.client import ASKED_BY, DockerClient
+from bakehouse.system.docker.models import OURS, ContainerSpec, Mount, Published
 from tests.support.docker_engine import Engine, make_image
 
 pytestmark = [pytest.mark.integration, pytest.mark.docker]
@@ -195,7 +195,7 @@ def test_docker_name_and_port_in_use(docker_engine: Engine, image: str) -> None:
 def test_docker_engine_missing(tmp_path: Path) -> None:
     def asked(**env: str) -> BakehouseError:
         with pytest.raises(BakehouseError) as caught:
-            RealDocker({"HOME": str(tmp_path), **env}).facts()
+            DockerClient({"HOME": str(tmp_path), **env}).facts()
         assert caught.value.exit_code == 9
         assert caught.value.hint
         return caught.value
@@ -212,9 +212,9 @@ def test_docker_context_leads_to_its_engine(docker_engine: Engine, tmp_path: Pat
     env = {"PATH": docker_engine.environment["PATH"], "HOME": str(tmp_path)}
     argv = ["docker", "context", "create", "mine", "--docker", f"host={docker_engine.host}"]
     subprocess.run(argv, env=env, check=True, capture_output=True)
-    assert RealDocker({**env, "DOCKER_CONTEXT": "mine"}).facts().host == docker_engine.host
+    assert DockerClient({**env, "DOCKER_CONTEXT": "mine"}).facts().host == docker_engine.host
     subprocess.run(["docker", "context", "use", "mine"], env=env, check=True, capture_output=True)
-    assert RealDocker(env).facts().host == docker_engine.host
+    assert DockerClient(env).facts().host == docker_engine.host
 
 
 def test_docker_pull_from_a_dead_registry(docker_engine: Engine) -> None:

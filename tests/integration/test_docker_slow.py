@@ -17,9 +17,9 @@ import pytest
 
 from bakehouse.context import Context
 from bakehouse.errors import HostError
-from bakehouse.ports.docker_engine import RealDocker
 from bakehouse.sources import images
 from bakehouse.sources.images import ensure_image, pin_image
+from bakehouse.system.docker.client import DockerClient
 from tests.support.docker_engine import Engine, LocalRegistry, make_image, push, registry, running
 
 pytestmark = [pytest.mark.integration, pytest.mark.docker]
@@ -85,7 +85,7 @@ def test_docker_pull_names_a_stalled_layer_and_resumes(
     docker_engine.cli("rmi", "slow/thing:1", reference)
     way = Way(docker_registry.host)
     with way.serve() as host:
-        port = RealDocker(docker_engine.environment, stall=2.0)
+        port = DockerClient(docker_engine.environment, stall=2.0)
         with pytest.raises(HostError) as caught:
             port.pull(f"{host}/slow/thing@{digest}", arch="x86_64")
         assert caught.value.id == "pull-stalled"

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from bakehouse.places import Places
-from bakehouse.records.index import Index
+from bakehouse.paths import Places
+from bakehouse.runs.index import Index
 
 pytestmark = pytest.mark.integration
 
@@ -166,7 +166,7 @@ def test_record_after_kill_9_is_unfinished(env: dict[str, str]) -> None:
 def test_record_writers_lose_nothing(env: dict[str, str]) -> None:
     many = (
         "import sys\nfrom pathlib import Path\nfrom bakehouse.context import Context\n"
-        "from bakehouse.places import Places\nfrom bakehouse.records.store import Run\n"
+        "from bakehouse.paths import Places\nfrom bakehouse.runs.store import Run\n"
         "ctx = Context(places=Places.from_environment(), recipes=Path('.'))\n"
         "for n in range(25):\n"
         "    with Run.start(ctx, 'serve', sys.argv[1]) as run:\n"

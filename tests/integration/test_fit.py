@@ -16,9 +16,9 @@ from bakehouse.commands import fit
 from bakehouse.context import Context
 from bakehouse.errors import HostError, NotFound, UsageError
 from bakehouse.lock import FilePin, Lock, WeightPin
-from bakehouse.memory.machine import PROFILES
-from bakehouse.preflight.admit import admit, refuse_by_size
-from bakehouse.recipe.model import Recipe
+from bakehouse.memory.machines import PROFILES
+from bakehouse.preflight.weights import admit, refuse_by_size
+from bakehouse.recipe.models import Recipe
 from tests.support.checkpoints import gguf_bytes, llama_metadata, safetensors_bytes
 from tests.support.clocks import ImpatientClock
 from tests.support.filehost import FileHost, Handler, serve_files

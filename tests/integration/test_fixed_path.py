@@ -14,19 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.build import ensure as building
+from bakehouse.build import builder
 from bakehouse.build.artifact import Artifact
 from bakehouse.context import Context
-from bakehouse.engines.llamacpp.cmake import Extra
-from bakehouse.engines.llamacpp.cuda import PLACE, fixed_place, mounting
+from bakehouse.engines.llamacpp.cmake import PLACE, Extra, fixed_place, mounting
 from bakehouse.errors import BuildFailed
 from bakehouse.host import read_host
-from bakehouse.places import Places
+from bakehouse.paths import Places
 from bakehouse.plan.build import plan_build
 from bakehouse.plan.types import BuildPlan
-from bakehouse.ports import fixed_path
-from bakehouse.ports.process import Finished, RealProcesses, environment
-from bakehouse.records.store import Run
+from bakehouse.runs.store import Run
+from bakehouse.system import mount_namespace
+from bakehouse.system.process import Finished, RealProcesses, environment
 from bakehouse.toolchain import find_tools
 from tests.support.small_engine import FILES, small_lock, small_recipe, write_small
 
@@ -82,7 +81,7 @@ def test_fixed_path_that_cannot_be_mounted(tmp_path: Path, kind: str) -> None:
     argv = [*mounting(str(tmp_path)), "touch", "ran"]
     argv[argv.index(PLACE)] = str(place)
     done = RealProcesses().run(argv, env=environment())
-    assert done.code == fixed_path.REFUSED
+    assert done.code == mount_namespace.REFUSED
     assert f"no folder can be mounted at {place}" in done.lines[0]
     assert not (tmp_path / "ran").exists()
 
@@ -96,7 +95,7 @@ def test_fixed_path_keeps_the_user(tmp_path: Path) -> None:
     folder.chmod(0o777)
     script = folder / "fixed_path.py"
     try:
-        shutil.copyfile(str(fixed_path.__file__), script)
+        shutil.copyfile(str(mount_namespace.__file__), script)
         script.chmod(0o644)
         python = next(p for p in ("/usr/bin/python3", sys.executable) if os.access(p, os.X_OK))
         user = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
@@ -104,7 +103,7 @@ def test_fixed_path_keeps_the_user(tmp_path: Path) -> None:
         done = subprocess.run(
             (*argv, "sh", "-c", "id -u; touch made"), capture_output=True, text=True, check=False
         )
-        if done.returncode == fixed_path.REFUSED:
+        if done.returncode == mount_namespace.REFUSED:
             assert "no folder can be mounted" in done.stderr
             pytest.skip(done.stderr)
         assert (done.returncode, done.stdout) == (0, "65534\n"), done.stderr
@@ -116,8 +115,8 @@ def test_fixed_path_keeps_the_user(tmp_path: Path) -> None:
 def test_fixed_path_command_ends_with_its_parent(tmp_path: Path) -> None:
     mark = f"31.{os.getpid()}"
     code = (
-        "from bakehouse.ports.process import RealProcesses, environment\n"
-        "from bakehouse.engines.llamacpp.cuda import mounting\n"
+        "from bakehouse.system.process import RealProcesses, environment\n"
+        "from bakehouse.engines.llamacpp.cmake import mounting\n"
         f"argv = (*mounting({str(tmp_path)!r}), 'sh', '-c', 'setsid sleep {mark} & wait')\n"
         "RealProcesses().run(argv, env=environment())\n"
     )
@@ -155,14 +154,14 @@ def planned(ctx: Context) -> BuildPlan:
 
 def build(ctx: Context, monkeypatch: pytest.MonkeyPatch, **changes: str) -> Artifact:
     monkeypatch.setattr(
-        building,
+        builder,
         "write_source",
         lambda _c, _k, target: write_small(
             target, {k.replace("__", "."): v for k, v in changes.items()}
         ),
     )
     with Run.start(ctx, "build", "small") as record:
-        return building.ensure(ctx, small_lock(), planned(ctx), record)
+        return builder.ensure(ctx, small_lock(), planned(ctx), record)
 
 
 def test_fixed_path_build_names_fixed_paths(

@@ -17,14 +17,12 @@ import pytest
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound, UsageError
 from bakehouse.lock import GitPin, Lock
-from bakehouse.ports.git import Git
-from bakehouse.recipe.model import Source
-from bakehouse.recipe.patches import Patch
-from bakehouse.sources.gitpin import pin_git
-from bakehouse.sources.mirror import ensure_commit, mirror_folder
-from bakehouse.sources.patches import pin_patches, stored
-from bakehouse.sources.refs import find_ref, find_short
-from bakehouse.sources.tree import ensure_tree, materialise, patched_tree
+from bakehouse.patches.apply import pin_patches, stored
+from bakehouse.patches.source_tree import ensure_tree, materialise, patched_tree
+from bakehouse.recipe.models import Patch, Source
+from bakehouse.resolver import pin_git
+from bakehouse.sources.git_mirror import ensure_commit, find_ref, find_short, mirror_folder
+from bakehouse.system.git import Git
 from tests.support.clocks import ImpatientClock
 from tests.support.filehost import raw, redirect, status
 from tests.support.githost import DATE, File, GitHost, Repo, git, serve_git

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.checks import Verdict, not_passed
 from bakehouse.context import Context
-from bakehouse.engines.llamacpp import server
-from bakehouse.engines.llamacpp.help import Help, judge_flags
-from bakehouse.places import Places
-from bakehouse.recipe.load import load, names
+from bakehouse.engines.llamacpp import command
+from bakehouse.engines.llamacpp.command import Help, judge_flags
+from bakehouse.models import Verdict, not_passed
+from bakehouse.paths import Places
+from bakehouse.recipe.loader import load, names
 from bakehouse.recipe.template import render, trial_variables
-from bakehouse.serve.able import ask_help
+from bakehouse.server.session import ask_help
 
 pytestmark = [pytest.mark.integration, pytest.mark.engine]
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -39,14 +39,14 @@ def test_the_text_is_read_whole(known: Help, llama_server: Path) -> None:
     text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     found = re.search(r'opts="([^"]*)"', text)
     assert found
-    wanted = {server.spelling(flag) for flag in found[1].split()}
+    wanted = {command.spelling(flag) for flag in found[1].split()}
     assert len(wanted) > 300
     assert wanted - known.entries.keys() == set()
     assert all(flag.startswith(("--no-", "-n")) for flag in known.entries.keys() - wanted)
 
 
 def test_every_flag_that_bakehouse_adds_exists(known: Help) -> None:
-    added, _ = server.additions(
+    added, _ = command.additions(
         ("s",), name="r", host="127.0.0.1", port=1, slots=1, key_file="/run/key"
     )
     assert not_passed(judge_flags(("s", *added), known, "--help")) == ()
@@ -66,7 +66,7 @@ def test_flags_that_are_refused_or_looked_for_are_named_as_the_server_names_them
     known: Help,
 ) -> None:
     """A flag of ours that no build has would never be found in a command."""
-    ours = {*server.OWNED, *server.FREE_TEXT, *server.VERBOSITY}
+    ours = {*command.OWNED, *command.FREE_TEXT, *command.VERBOSITY}
     assert {flag for flag in ours if flag not in known.entries} == set()
 
 

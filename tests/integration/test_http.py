@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bakehouse.errors import HostError
-from bakehouse.ports.http import HttpStatus, RealHttp, Unreachable
+from bakehouse.system.http import HttpStatus, RealHttp, Unreachable
 from tests.support.clocks import ImpatientClock
 from tests.support.filehost import (
     Fault,
@@ -389,7 +389,7 @@ def test_download_names_an_unwritable_folder(
 def test_download_resumes_after_kill(host: FileHost, http: RealHttp, tmp_path: Path) -> None:
     host.put("/f", DATA, cut(300_000, pause=10))
     code = (
-        "import sys; from pathlib import Path; from bakehouse.ports.http import RealHttp\n"
+        "import sys; from pathlib import Path; from bakehouse.system.http import RealHttp\n"
         "RealHttp().download(sys.argv[1], Path(sys.argv[2]))"
     )
     argv = [sys.executable, "-c", code, host.at("/f"), str(tmp_path / "f")]

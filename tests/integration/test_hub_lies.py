@@ -16,10 +16,10 @@ from bakehouse.commands import fit
 from bakehouse.context import Context
 from bakehouse.errors import HostError, LockError, NotFound, RecipeError, UsageError
 from bakehouse.lock import Lock, WeightPin
-from bakehouse.ports.http import RealHttp
-from bakehouse.sources import known, weights
-from bakehouse.sources.pinning import pin_weights
-from bakehouse.sources.weights import ensure
+from bakehouse.sources import files as known
+from bakehouse.sources import weights
+from bakehouse.sources.weights import ensure, pin_weights
+from bakehouse.system.http import RealHttp
 from tests.support.clocks import ImpatientClock
 from tests.support.filehost import Handler, cut, status
 from tests.support.heard import Heard

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse import logs
+from bakehouse import debug_log
 from bakehouse.context import Context
 from bakehouse.errors import HostError, UsageError
 from bakehouse.progress import Bar, Silent
-from bakehouse.sources import files, known
-from bakehouse.sources.hub import headers, token
-from bakehouse.sources.pinning import look_first
-from bakehouse.sources.weights import ensure, refuse_offline
+from bakehouse.sources import files
+from bakehouse.sources import files as known
+from bakehouse.sources.huggingface import headers, token
+from bakehouse.sources.weights import ensure, look_first, refuse_offline
 from tests.support.clocks import ImpatientClock
 from tests.support.hubhost import TOKEN, Hub, serve_hub
 from tests.support.weights import MODEL, pinned
@@ -88,14 +88,14 @@ def test_login_token_is_sent_to_the_hub_only_and_never_shown(
     repo.private = True
     repo.commit({"m.gguf": MODEL})
     said = StringIO()
-    logs.configure(said, ctx.redactor, as_json=False)
+    debug_log.configure(said, ctx.redactor, as_json=False)
     try:
         own = with_variables(ctx, **{variable: tmp_path / value if file else value})
         loaded, lock = pinned(own, tmp_path, hub="org/model", files="*.gguf")
         ensure(own, loaded, lock)
-        logs.debug("token", it=TOKEN)
+        debug_log.debug("token", it=TOKEN)
     finally:
-        logs.silence()
+        debug_log.silence()
     assert {r.headers.get("authorization") for r in hub.api.requests} == {f"Bearer {TOKEN}"}
     assert all("authorization" not in r.headers for r in hub.content.requests)
     assert ctx.redactor.text(f"it was {TOKEN}!") == "it was [hidden]!"

@@ -85,9 +85,9 @@ def test_install_ships_recipes_and_writes_locks_and_golden_values_to_the_users_f
         document, _ = run("lock", "--recipe", "test")
         assert (document["result"]["path"], document["result"]["created"]) == (str(lock), created)
     script = (
-        "from bakehouse.places import shipped\n"
+        "from bakehouse.paths import shipped\n"
         "from bakehouse.probe.golden import golden_path, write_golden\n"
-        "from bakehouse.probe.types import Golden, Known\n"
+        "from bakehouse.probe.models import Golden, Known\n"
         "known = Known('26fcd31c7399c1d6', 'f16', 'cpu', '', shipped('recipes') / 'golden')\n"
         "golden = Golden.model_validate_json(golden_path(known).read_bytes())\n"
         "print(write_golden(known, golden) == golden_path(known), golden_path(known))\n"

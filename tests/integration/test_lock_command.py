@@ -20,10 +20,10 @@ import pytest
 from bakehouse.commands import build, fetch, lock, plan, serve
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError
+from bakehouse.patches.source_tree import materialise
 from bakehouse.progress import Silent
-from bakehouse.recipe.load import load
-from bakehouse.resolve import ensure_lock, lock_path, read_lock
-from bakehouse.sources.tree import materialise
+from bakehouse.recipe.loader import load
+from bakehouse.resolver import ensure_lock, lock_path, read_lock
 from tests.support.checkpoints import gguf_bytes, llama_metadata
 from tests.support.clocks import ImpatientClock
 from tests.support.filehost import FileHost, cut, serve_files

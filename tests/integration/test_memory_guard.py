@@ -15,11 +15,11 @@ import pytest
 from bakehouse.context import Context
 from bakehouse.errors import NotHealthy
 from bakehouse.host import read_host
-from bakehouse.probe.types import Endpoint, Proof
-from bakehouse.serve import state as states
-from bakehouse.serve.bring import bring_up
-from bakehouse.serve.control import folders, look, stop
-from bakehouse.serve.guard import Bounds
+from bakehouse.probe.models import Endpoint, Proof
+from bakehouse.server import state as states
+from bakehouse.server.memory_guard import Bounds
+from bakehouse.server.session import start_or_reuse
+from bakehouse.server.status import folders, get_status, stop
 from tests.support.serving import Notes, agree, left_of, order, proof
 
 pytestmark = pytest.mark.integration
@@ -64,7 +64,7 @@ def test_guard_stops_a_server_before_it_is_verified(context: Context, notes: Not
         return proof()
 
     with pytest.raises(NotHealthy):
-        bring_up(context, wanted, until_gone, notes)
+        start_or_reuse(context, wanted, until_gone, notes)
     state = states.read(wanted.folder)
     assert state is not None
     assert state.ended is not None
@@ -82,7 +82,7 @@ def test_guard_warns_then_stops_a_verified_server(context: Context, notes: Notes
     bounds = slightly_below(500, 1000)
     waits = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(waits, stdin=subprocess.PIPE) as bystander:
-        bring_up(context, order(context, "eats=400:3000", guard=bounds), agree, notes)
+        start_or_reuse(context, order(context, "eats=400:3000", guard=bounds), agree, notes)
         wait_until_gone(context)
         assert bystander.poll() is None  # never a neighbour
     state = states.read(context.places.servers / "fake")
@@ -97,9 +97,9 @@ def test_guard_warns_then_stops_a_verified_server(context: Context, notes: Notes
 
 def test_guard_leaves_a_normal_server_alone(context: Context, notes: Notes) -> None:
     bounds = Bounds(64 * MIB, 32 * MIB, stall=1.0, swap=0)
-    bring_up(context, order(context, "eats=500:100", guard=bounds), agree, notes)
+    start_or_reuse(context, order(context, "eats=500:100", guard=bounds), agree, notes)
     time.sleep(1.0)
-    seen = look(context.places.servers / "fake")
+    seen = get_status(context.places.servers / "fake")
     assert seen.word == "running"
     assert seen.state is not None
     assert not seen.state.alarms

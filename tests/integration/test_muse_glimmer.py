@@ -17,8 +17,8 @@ import pytest
 
 from bakehouse import cli
 from bakehouse.lock import Lock
-from bakehouse.places import Places
-from bakehouse.serve.control import folders, stop
+from bakehouse.paths import Places
+from bakehouse.server.status import folders, stop
 from tests.support import tiny_glimmer
 from tests.support.docker_engine import Engine, LocalRegistry, make_image, push
 from tests.support.hubhost import serve_hub

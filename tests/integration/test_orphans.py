@@ -11,14 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.ports.guard import descendants
-from bakehouse.ports.process import (
-    GUARD,
-    Finished,
-    RealProcesses,
-    end_orphans,
-    environment,
-)
+from bakehouse.system.child_guard import descendants
+from bakehouse.system.process import GUARD, Finished, RealProcesses, end_orphans, environment
 
 pytestmark = pytest.mark.integration
 

@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 
 from bakehouse.commands import build, check, fetch, lock, patch, plan
-from bakehouse.context import Context
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import LockError, PatchError, RecipeError, UsageError
-from bakehouse.outcome import Outcome
-from bakehouse.patches.manifest import Manifest
-from bakehouse.places import Places
-from bakehouse.resolve import lock_path, read_lock
-from bakehouse.sources.manifests import read_manifest, write_manifest
-from bakehouse.sources.patches import stored
+from bakehouse.patches.apply import stored
+from bakehouse.patches.manifest import Manifest, read_manifest, write_manifest
+from bakehouse.paths import Places
+from bakehouse.resolver import lock_path, read_lock
 from tests.integration.test_build_commands import RECIPE, pack
 from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
 from tests.support.clocks import ImpatientClock

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from bakehouse import cli
-from bakehouse.commands import patch_judge
-from bakehouse.commands import serve as serve_command
-from bakehouse.commands.patch_judge import Judgement, judge_case
+from bakehouse.commands import patch_compare, serve
+from bakehouse.commands.patch_compare import Judgement, judge_case
 from bakehouse.context import Context
 from bakehouse.errors import (
     Fault,
@@ -26,12 +25,11 @@ from bakehouse.errors import (
     PatchError,
     RecipeError,
 )
-from bakehouse.patches.manifest import Expect
-from bakehouse.places import Places
+from bakehouse.patches.manifest import Expect, manifest_path, patches_folder, read_manifest
+from bakehouse.paths import Places
 from bakehouse.plan.types import BuildPlan
-from bakehouse.serve.control import folders, look, stop
-from bakehouse.serve.processes import marked
-from bakehouse.sources.manifests import manifest_path, patches_folder, read_manifest
+from bakehouse.server.processes import marked
+from bakehouse.server.status import folders, get_status, stop
 from tests.support.judging import MORE, RATE, Builds, case, make_home, write
 
 pytestmark = pytest.mark.integration
@@ -44,7 +42,7 @@ Judge = Callable[..., Judgement]
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> Builds:
     made = Builds()
-    monkeypatch.setattr(serve_command, "ensure_build", made)
+    monkeypatch.setattr(serve, "ensure_build", made)
     return made
 
 
@@ -76,7 +74,7 @@ def judged(context: Context, home: Path, builds: Builds) -> Judge:
 
 
 def nothing_left(places: Places) -> bool:
-    return not [f for f in folders(places) if look(f).alive or "judge" in f.name]
+    return not [f for f in folders(places) if get_status(f).alive or "judge" in f.name]
 
 
 def test_judge_no_effect(judged: Judge, places: Places, builds: Builds) -> None:
@@ -198,7 +196,7 @@ def test_judge_flag_that_comes_with_the_patch(
             raise error
         return ()
 
-    monkeypatch.setattr(serve_command, "know_flags", know)
+    monkeypatch.setattr(serve, "know_flags", know)
     found = judged()
     assert found.judged.word == "experimental"
     assert "it does not accept the command: serve.command: no --new-flag" in found.judged.reasons[0]
@@ -220,9 +218,9 @@ def test_judge_leaves_running_servers_alone(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("BAKEHOUSE_HOME", str(places.cache.parent))
     assert cli.main("serve", {"recipe": "tiny"}, json=True, recipes=home) == 0
-    before = look(places.servers / "tiny")
+    before = get_status(places.servers / "tiny")
     assert judged().judged.word == "no effect"
-    after = look(places.servers / "tiny")
+    after = get_status(places.servers / "tiny")
     assert after.word == "running"
     assert after.processes == before.processes
     stop(after.folder)
@@ -296,7 +294,7 @@ def test_judge_patch_of_an_image(
     def judge_pinned(*given: Any) -> Any:
         return given[-1]
 
-    monkeypatch.setattr(patch_judge, "judge_pinned", judge_pinned)
+    monkeypatch.setattr(patch_compare, "judge_pinned", judge_pinned)
     assert cli.main("patch", {**flags, "judge": True}, json=True, recipes=home) == 0
     assert json.loads(capsys.readouterr().out)["checks"][0]["verdict"] == "unknown"
 
@@ -335,7 +333,7 @@ def test_judge_errors_of_this_machine_give_no_verdict(
     def full(*_: object) -> None:
         raise HostError("the disk is full", where="/")
 
-    monkeypatch.setattr(serve_command, "ensure_build", full)
+    monkeypatch.setattr(serve, "ensure_build", full)
     with pytest.raises(HostError):
         judged()
     assert nothing_left(places)
@@ -367,9 +365,9 @@ def test_judge_signal_leaves_nothing_running(
     judge.send_signal(number)
     said = judge.communicate(timeout=30)[1]
     assert judge.returncode == code, said
-    while time.monotonic() < deadline and any(look(f).alive for f in folders(places)):
+    while time.monotonic() < deadline and any(get_status(f).alive for f in folders(places)):
         time.sleep(0.05)
-    assert not [f for f in folders(places) if look(f).alive or marked(f)]
+    assert not [f for f in folders(places) if get_status(f).alive or marked(f)]
     if code != -9:
         assert nothing_left(places)
 

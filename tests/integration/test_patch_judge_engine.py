@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from bakehouse import cli
-from bakehouse.places import Places
-from bakehouse.serve.control import folders, look
-from bakehouse.sources.manifests import manifest_path, patches_folder, read_manifest
+from bakehouse.patches.manifest import manifest_path, patches_folder, read_manifest
+from bakehouse.paths import Places
+from bakehouse.server.status import folders, get_status
 
 pytestmark = [pytest.mark.integration, pytest.mark.engine, pytest.mark.timeout(1500)]
 
@@ -64,7 +64,7 @@ def judge(
 
     yield call
     places = Places(test_cache / "cache", test_cache / "state")
-    assert not [f.name for f in folders(places) if "@judge-" in f.name and look(f).alive]
+    assert not [f.name for f in folders(places) if "@judge-" in f.name and get_status(f).alive]
 
 
 def by_id(document: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -11,19 +11,19 @@ import pytest
 from bakehouse.commands import patch
 from bakehouse.context import Context
 from bakehouse.lock import ArchivePin, Lock
-from bakehouse.places import Places
-from bakehouse.ports.git import Git
-from bakehouse.recipe.load import find, load
-from bakehouse.resolve import ensure_lock
-from bakehouse.sources.fitting import Fit, try_patch
-from bakehouse.sources.tree import ensure_source, repository_of
+from bakehouse.patches.apply import ApplyResult, try_apply
+from bakehouse.patches.source_tree import ensure_source, repository_of
+from bakehouse.paths import Places
+from bakehouse.recipe.loader import find, load
+from bakehouse.resolver import ensure_lock
+from bakehouse.system.git import Git
 
 pytestmark = pytest.mark.integration
 
 PATCHES = Path(__file__).resolve().parents[1] / "data" / "patches"
 QUEUE = (PATCHES / "error-a-decode.patch").read_bytes()
 
-Try = Callable[[bytes], Fit]
+Try = Callable[[bytes], ApplyResult]
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def on_llama(kept: Context, lock: Lock) -> Try:
     git = Git(kept.processes, kept.environment)
     ensure_source(kept, git, source)
     repository = repository_of(kept.places, source)
-    return lambda data: try_patch(git, repository, source.tree, data, "p")
+    return lambda data: try_apply(git, repository, source.tree, data, "p")
 
 
 def test_apply_our_patches_to_llama(on_llama: Try) -> None:

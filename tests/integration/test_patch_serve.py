@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from bakehouse import cli
-from bakehouse.commands import serve as serve_command
-from bakehouse.patches.manifest import Manifest, PatchVerdict
-from bakehouse.places import Places
-from bakehouse.resolve import lock_path, read_lock
-from bakehouse.serve.control import folders, stop
-from bakehouse.sources.manifests import manifest_path, write_manifest
+from bakehouse.commands import serve
+from bakehouse.patches.manifest import Manifest, PatchVerdict, manifest_path, write_manifest
+from bakehouse.paths import Places
+from bakehouse.resolver import lock_path, read_lock
+from bakehouse.server.status import folders, stop
 from tests.integration.test_build_commands import pack
 from tests.integration.test_serve_commands import write
 from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
@@ -38,7 +37,7 @@ Invoke = Callable[..., tuple[int, dict[str, Any], str]]
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A recipe with patch 7, whose diff lies beside its manifest."""
     monkeypatch.setenv("BAKEHOUSE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(serve_command, "ensure_build", lambda *_: None)
+    monkeypatch.setattr(serve, "ensure_build", lambda *_: None)
     folder = tmp_path / "recipes"
     folder.mkdir()
     (folder / "model.gguf").write_bytes(gguf_bytes(llama_metadata(), [f32("a", 8, 4)]))

@@ -12,7 +12,7 @@ import pytest
 from bakehouse.commands import check, patch, plan
 from bakehouse.context import Context
 from bakehouse.errors import LockError, RecipeError
-from bakehouse.sources.manifests import manifest_path, read_manifest
+from bakehouse.patches.manifest import manifest_path, read_manifest
 from tests.support.clocks import ImpatientClock
 from tests.support.pullhost import PullHost, serve_pulls
 

@@ -13,20 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bakehouse.base import digest
 from bakehouse.context import Context
 from bakehouse.errors import LockError, NotFound, PatchError
 from bakehouse.lock import GitPin, Lock, PatchPin
-from bakehouse.ports.git import Git
-from bakehouse.ports.process import RealProcesses
-from bakehouse.recipe.model import Source
-from bakehouse.recipe.patches import Patch
-from bakehouse.sources.diffs import read_diff
-from bakehouse.sources.fitting import try_patch
-from bakehouse.sources.gitpin import pin_git
-from bakehouse.sources.mirror import mirror_folder
-from bakehouse.sources.patches import bring_patches, pin_patches, stored
-from bakehouse.sources.tree import materialise, patched_tree
+from bakehouse.models import digest
+from bakehouse.patches.apply import bring_patches, pin_patches, stored, try_apply
+from bakehouse.patches.diff import read_diff
+from bakehouse.patches.source_tree import materialise, patched_tree
+from bakehouse.recipe.models import Patch, Source
+from bakehouse.resolver import pin_git
+from bakehouse.sources.git_mirror import mirror_folder
+from bakehouse.system.git import Git
+from bakehouse.system.process import RealProcesses
 from tests.support.githost import IDENTITY, Repo, git, serve_git
 
 pytestmark = pytest.mark.integration
@@ -149,7 +147,7 @@ def test_apply_conflicts_with_a_folder_or_file_in_the_place(context: Context, re
     tree = repo.tree({"a.txt": A, "dir/file": "x\n"})
     for clash in ("dir", "a.txt/x", "dir/file/x/y"):
         text = f"--- /dev/null\n+++ b/{clash}\n@@ -0,0 +1 @@\n+x\n".encode()
-        fit = try_patch(Git(context.processes), repo.folder, tree, text, "p")
+        fit = try_apply(Git(context.processes), repo.folder, tree, text, "p")
         assert (fit.word, fit.tree) == ("conflicts", None)
         assert "both a file and as a directory" in fit.notes[0]
 
@@ -173,7 +171,7 @@ def test_apply_changes_the_path_that_is_shown(context: Context, repo: Repo) -> N
         plain = "--- {a}\n+++ {a}\n"
         for header in (plain, "diff --git {a} {a}\nindex 1..2 100644\n" + plain):
             text = (header.format(a=f"{prefix}sub/f.c") + "@@ -1 +1 @@\n-one\n+two\n").encode()
-            made = try_patch(port, repo.folder, tree, text, "p").tree
+            made = try_apply(port, repo.folder, tree, text, "p").tree
             assert made == repo.tree({**there, read_diff(text, "p")[0].path: "two\n"}), text
 
 
@@ -300,9 +298,9 @@ def test_diff_of_git_is_read_as_git_means_it(
     rows = [row.split("\t") for row in stat.split("\0") if row]
     assert counted == {name: (int(added), int(removed)) for added, removed, name in rows}
     git_port = Git(RealProcesses())
-    fit = try_patch(git_port, repo.folder, old, data, "p")
+    fit = try_apply(git_port, repo.folder, old, data, "p")
     assert (fit.word, fit.tree) == ("applies", new)
-    assert try_patch(git_port, repo.folder, new, data, "p").word in ("already upstream", "applies")
+    assert try_apply(git_port, repo.folder, new, data, "p").word in ("already upstream", "applies")
 
 
 def raw_git(repo: Repo, *arguments: str) -> bytes:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from bakehouse.context import Context
-from bakehouse.ports.http import Unreachable
-from bakehouse.probe.suite import Suite, run_suite
+from bakehouse.probe.models import Endpoint, SuiteInput, SuiteProof
 from bakehouse.probe.suites import speculation, vision
-from bakehouse.probe.types import Endpoint, Given, SuiteProof
-from bakehouse.recipe.gate import Probe
+from bakehouse.probe.suites.base import Suite, run_suite
+from bakehouse.recipe.models import Probe
+from bakehouse.system.http import Unreachable
 from tests.support.projector import write_projector, write_spoiled
 
 pytestmark = [pytest.mark.integration, pytest.mark.engine, pytest.mark.timeout(600)]
@@ -63,7 +63,7 @@ def _healthy(context: Context, url: str) -> bool:
 
 
 def judged(context: Context, suite: Suite[Any], url: str) -> SuiteProof:
-    given = Given(Endpoint(url, engine="llama.cpp"), PROBE)
+    given = SuiteInput(Endpoint(url, engine="llama.cpp"), PROBE)
     return run_suite(context, suite, given)
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.checks import Verdict
 from bakehouse.context import Context
-from bakehouse.ports.http import Unreachable
-from bakehouse.probe.prove import prove
-from bakehouse.probe.types import Endpoint
-from bakehouse.recipe.gate import Facts, Probe, Question
+from bakehouse.models import Verdict
+from bakehouse.probe.models import Endpoint
+from bakehouse.probe.runner import run_probe
+from bakehouse.recipe.models import Facts, Probe, Question
+from bakehouse.system.http import Unreachable
 
 pytestmark = [pytest.mark.integration, pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -55,7 +55,7 @@ def wait_for(context: Context, url: str) -> None:
 @pytest.mark.parametrize("mode", ["chat", "completion"])
 def test_the_real_model_knows_the_built_in_questions(context: Context, url: str, mode: str) -> None:
     wait_for(context, url)
-    proof = prove(context, Endpoint(url), Probe(facts=Facts.model_validate({"mode": mode})))
+    proof = run_probe(context, Endpoint(url), Probe(facts=Facts.model_validate({"mode": mode})))
     assert proof.verdict is Verdict.PASSED, [(a.question, a.content) for a in proof.answers]
 
 
@@ -65,6 +65,6 @@ def test_a_recipe_s_own_questions_can_fail(context: Context, url: str) -> None:
         Question(ask="What is the opposite of hot?", answers=("cold",)),
         Question(ask="What is my middle name?", answers=("Xanthippe",)),
     )
-    proof = prove(context, Endpoint(url), Probe(facts=Facts(questions=mine)))
+    proof = run_probe(context, Endpoint(url), Probe(facts=Facts(questions=mine)))
     assert proof.verdict is Verdict.FAILED
     assert [a.verdict for a in proof.answers] == ["right", "wrong"]

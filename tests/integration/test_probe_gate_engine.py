@@ -18,17 +18,16 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from bakehouse.checkpoints.gguf import read_gguf
+from bakehouse.checkpoints.gguf import Tensor, read_gguf
 from bakehouse.checkpoints.reader import FileSource
-from bakehouse.checkpoints.tensors import Tensor
 from bakehouse.context import Context
-from bakehouse.ports.http import Unreachable
 from bakehouse.probe.golden import known_of
-from bakehouse.probe.prove import prove
-from bakehouse.probe.types import Endpoint, Known, Proof, SuiteProof
-from bakehouse.recipe.load import find, load
-from bakehouse.recipe.model import Recipe
-from bakehouse.resolve import lock_path, read_lock
+from bakehouse.probe.models import Endpoint, Proof, ServedModel, SuiteProof
+from bakehouse.probe.runner import run_probe
+from bakehouse.recipe.loader import find, load
+from bakehouse.recipe.models import Recipe
+from bakehouse.resolver import lock_path, read_lock
+from bakehouse.system.http import Unreachable
 
 pytestmark = [pytest.mark.integration, pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -73,7 +72,7 @@ def healthy(context: Context, endpoint: Endpoint) -> bool:
         return False
 
 
-def small(context: Context) -> tuple[Recipe, Known]:
+def small(context: Context) -> tuple[Recipe, ServedModel]:
     """The recipe that comes along, and what is known of its model, of no certain server."""
     loaded = load(find("smollm2-cpu", context.recipes))
     lock = read_lock(lock_path(loaded.path))
@@ -95,7 +94,7 @@ def test_the_model_is_true_in_any_setting_that_changes_nothing(
 ) -> None:
     recipe, known = small(context)
     with serving(context, llama_server, smollm2, *settings) as endpoint:
-        proof = prove(context, endpoint, recipe.asked, known=known)
+        proof = run_probe(context, endpoint, recipe.asked, known=known)
     assert (proof.word, proof.summary) == ("true", proof.summary)
     found = suites(proof)
     assert set(found) == {"facts", "fluency", "likelihood"}
@@ -110,7 +109,7 @@ def test_token_by_token_gives_the_same_numbers_where_the_server_speculates(
     probe = recipe.probe.model_copy(update={"suites": ("likelihood", "reference")})
     drafts = ("-md", str(smollm2), "--spec-type", "draft-simple")
     with serving(context, llama_server, smollm2, *drafts) as endpoint:
-        proof = prove(context, endpoint, probe, known=known)
+        proof = run_probe(context, endpoint, probe, known=known)
     assert proof.word == "true", proof.summary
     assert suites(proof)["likelihood"].figures["how"] == "logit_bias"
 
@@ -126,7 +125,7 @@ def test_the_suites_that_are_not_asked_by_default(
         }
     )
     with serving(context, llama_server, smollm2, "-np", "4", "-c", "8192") as endpoint:
-        found = suites(prove(context, endpoint, probe, known=known))
+        found = suites(run_probe(context, endpoint, probe, known=known))
     verdicts = {name: one.verdict for name, one in found.items()}
     # This model's chat template has no place for tools, and the server drops them in silence.
     assert verdicts == {
@@ -198,7 +197,7 @@ def test_a_mutant_that_still_answers_is_wrong(
         change(file, tensors)
     probe = recipe.probe.model_copy(update={"suites": ("likelihood",)})
     with serving(context, llama_server, mutant) as endpoint:
-        proof = prove(context, endpoint, probe, known=known)
+        proof = run_probe(context, endpoint, probe, known=known)
     mutant.unlink()
     assert proof.word == "wrong", proof.summary
     figures: dict[str, Any] = dict(suites(proof)["likelihood"].figures)

@@ -10,21 +10,20 @@ from typing import Any
 
 import pytest
 
-from bakehouse.checks import Verdict
 from bakehouse.cli import main
 from bakehouse.context import Context
 from bakehouse.errors import NotCorrect, NotHealthy
-from bakehouse.probe.ask import served
-from bakehouse.probe.prove import explain, prove
-from bakehouse.probe.talk import Patience
-from bakehouse.probe.types import Endpoint, Proof
-from bakehouse.recipe.gate import Probe, Request, SuiteName
+from bakehouse.models import Verdict
+from bakehouse.probe.client import RequestLimits, served
+from bakehouse.probe.models import Endpoint, Proof
+from bakehouse.probe.runner import explain, run_probe
+from bakehouse.recipe.models import Probe, Request, SuiteName
 from tests.support import openai_fake as fake
 from tests.support.openai_fake import Fault, chat, right
 
 pytestmark = pytest.mark.integration
 
-HASTY = Patience(base=0.5, per_token=0, attempts=2, longest_wait=0.05)
+HASTY = RequestLimits(base=0.5, per_token=0, attempts=2, longest_wait=0.05)
 
 
 ALOUD = "Okay, so somebody asks a simple question. Let me think about it before I answer, and"
@@ -73,7 +72,7 @@ def headers(*lines: bytes) -> Fault:
 def judged(context: Context, fault: Fault) -> Proof:
     with fake.serving(fault) as server:
         began = time.monotonic()
-        proof = prove(context, Endpoint(server.url), Probe(), patience=HASTY)
+        proof = run_probe(context, Endpoint(server.url), Probe(), patience=HASTY)
         assert (
             time.monotonic() - began < 60
         )  # a server that sleeps would hold each of 8 questions for 30 s
@@ -223,7 +222,7 @@ def test_a_wrong_server_fails(context: Context, fault: Fault) -> None:
 
 def test_a_text_without_an_answer_is_given_more_room_once(context: Context) -> None:
     with fake.serving(fake.says(lambda _: chat(ALOUD, "length"))) as server:
-        prove(context, Endpoint(server.url), Probe(), patience=HASTY)
+        run_probe(context, Endpoint(server.url), Probe(), patience=HASTY)
         assert sorted(b["max_tokens"] for b in server.asked) == [20] * 8 + [2048]
 
 
@@ -268,21 +267,21 @@ def test_a_model_that_never_stops_thinking_is_called_that_and_not_wrong(context:
 
 def test_the_second_budget_is_larger_and_stays_within_the_context(context: Context) -> None:
     with fake.serving(fake.thinks(500)) as server:
-        prove(context, Endpoint(server.url), Probe(), patience=HASTY)
+        run_probe(context, Endpoint(server.url), Probe(), patience=HASTY)
         assert [b["max_tokens"] for b in server.asked[:2]] == [20, 2048]
     with fake.serving(fake.thinks(500)) as server:
-        prove(context, Endpoint(server.url, context=1024), Probe(), patience=HASTY)
+        run_probe(context, Endpoint(server.url, context=1024), Probe(), patience=HASTY)
         assert [b["max_tokens"] for b in server.asked[:2]] == [20, 768]
     with fake.serving(fake.thinks(500)) as server:
         probe = Probe(request=Request(max_tokens=64))
-        proof = prove(context, Endpoint(server.url, context=256), probe, patience=HASTY)
+        proof = run_probe(context, Endpoint(server.url, context=256), probe, patience=HASTY)
         assert len(server.asked) == 8
         assert "no room" in proof.answers[0].why
 
 
 def test_a_dead_server_is_given_up_on_after_two_questions(context: Context) -> None:
     with fake.serving(fake.sleeps) as server:
-        proof = prove(context, Endpoint(server.url), Probe(), patience=HASTY)
+        proof = run_probe(context, Endpoint(server.url), Probe(), patience=HASTY)
         assert len(server.asked) == 2
     assert "not asked" in proof.answers[-1].why
 
@@ -290,7 +289,7 @@ def test_a_dead_server_is_given_up_on_after_two_questions(context: Context) -> N
 def test_retry_after_is_honoured_within_bounds(context: Context) -> None:
     with fake.serving(fake.status(429, Retry_After="3600")) as server:
         began = time.monotonic()
-        prove(context, Endpoint(server.url), Probe(), patience=HASTY)
+        run_probe(context, Endpoint(server.url), Probe(), patience=HASTY)
         assert time.monotonic() - began < 60
         assert len(server.asked) == 4
 
@@ -298,7 +297,7 @@ def test_retry_after_is_honoured_within_bounds(context: Context) -> None:
 def test_the_request_is_what_the_recipe_says(context: Context) -> None:
     request = Request(max_tokens=77, reasoning_effort="low", temperature=0.5)
     with fake.serving(fake.says(lambda body: chat(right(body)))) as server:
-        prove(context, Endpoint(server.url), Probe(request=request), patience=HASTY)
+        run_probe(context, Endpoint(server.url), Probe(request=request), patience=HASTY)
         assert served(context.http, Endpoint(server.url)).models == (fake.MODEL,)
     first = server.asked[0]
     assert (first["max_tokens"], first["reasoning_effort"], first["temperature"]) == (
@@ -423,7 +422,7 @@ def test_in_every_kind_of_suite_too(
     with fake.serving(fault) as server:
         began = time.monotonic()
         endpoint = Endpoint(server.url, "m", engine="llama.cpp")
-        proof = prove(context, endpoint, Probe(suites=(suite,)), patience=HASTY)
+        proof = run_probe(context, endpoint, Probe(suites=(suite,)), patience=HASTY)
         assert time.monotonic() - began < 8
     assert proof.word in ("unstable", "unable")
     assert named in proof.summary or "no list of tokens" in proof.summary

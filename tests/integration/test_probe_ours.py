@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.base import to_json
 from bakehouse.commands.probe import Options, run
 from bakehouse.context import Context
 from bakehouse.errors import LockError, NotCorrect, NotHealthy, UsageError
 from bakehouse.lock import FilePin, Lock, WeightPin
-from bakehouse.records.index import Index
-from bakehouse.serve.bring import bring_up
-from bakehouse.serve.control import look, stop
+from bakehouse.models import to_json
+from bakehouse.runs.index import Index
+from bakehouse.server.session import start_or_reuse
+from bakehouse.server.status import get_status, stop
 from tests.support.serving import Notes, agree, order
 
 pytestmark = pytest.mark.integration
@@ -48,7 +48,7 @@ def ctx(context: Context, tmp_path: Path) -> Iterator[Context]:
 
 
 def up(ctx: Context, *faults: str, key: str | None = None) -> None:
-    bring_up(ctx, order(ctx, *faults, key=key), agree, Notes(ctx.places.runs))
+    start_or_reuse(ctx, order(ctx, *faults, key=key), agree, Notes(ctx.places.runs))
 
 
 def test_a_running_server_is_judged_again(ctx: Context) -> None:
@@ -83,12 +83,12 @@ def test_a_server_that_never_ran_or_died_is_not_healthy(ctx: Context) -> None:
         run(ctx, Options(recipe="fake"))
     assert "invoke serve" in str(caught.value.hint)
     up(ctx)
-    state = look(ctx.places.servers / "fake").state
+    state = get_status(ctx.places.servers / "fake").state
     assert state is not None
     assert state.server is not None
     os.kill(state.server.pid, signal.SIGKILL)
     deadline = time.monotonic() + 5
-    while look(ctx.places.servers / "fake").alive and time.monotonic() < deadline:
+    while get_status(ctx.places.servers / "fake").alive and time.monotonic() < deadline:
         time.sleep(0.05)
     with pytest.raises(NotHealthy):
         run(ctx, Options(recipe="fake"))
@@ -96,7 +96,7 @@ def test_a_server_that_never_ran_or_died_is_not_healthy(ctx: Context) -> None:
 
 def test_a_server_that_falls_ill_is_not_healthy(ctx: Context) -> None:
     up(ctx)
-    state = look(ctx.places.servers / "fake").state
+    state = get_status(ctx.places.servers / "fake").state
     assert state is not None
     ctx.http.ask("GET", f"http://127.0.0.1:{state.port}/sicken", timeout=5)
     outcome = run(ctx, Options(recipe="fake"))

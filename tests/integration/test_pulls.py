@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bakehouse.commands import patch
-from bakehouse.context import Context
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import (
     BakehouseError,
     LockError,
@@ -22,11 +22,9 @@ from bakehouse.errors import (
     RecipeError,
     UsageError,
 )
-from bakehouse.outcome import Outcome
-from bakehouse.patches.manifest import Manifest
+from bakehouse.patches.apply import stored
+from bakehouse.patches.manifest import Manifest, read_manifest, write_manifest
 from bakehouse.progress import Silent
-from bakehouse.sources.manifests import read_manifest, write_manifest
-from bakehouse.sources.patches import stored
 from tests.support.clocks import ImpatientClock
 from tests.support.filehost import cut, raw, redirect, serve_files, status
 from tests.support.githost import Repo, git

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from bakehouse import cli
-from bakehouse.commands import serve as serve_command
-from bakehouse.places import Places
-from bakehouse.resolve import lock_path
-from bakehouse.serve.control import folders, look, stop
-from bakehouse.serve.processes import marked
+from bakehouse.commands import serve
+from bakehouse.paths import Places
+from bakehouse.resolver import lock_path
+from bakehouse.server.processes import marked
+from bakehouse.server.status import folders, get_status, stop
 from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
 from tests.support.serving import FAKE
 
@@ -51,7 +51,7 @@ Invoke = Callable[..., tuple[int, dict[str, Any], str]]
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("BAKEHOUSE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(serve_command, "ensure_build", lambda *_: None)
+    monkeypatch.setattr(serve, "ensure_build", lambda *_: None)
     (tmp_path / "model.gguf").write_bytes(gguf_bytes(llama_metadata(), [f32("a", 8, 4)]))
     with tarfile.open(tmp_path / "source.tar.gz", "w:gz") as archive:
         entry = tarfile.TarInfo("x/CMakeLists.txt")
@@ -139,7 +139,7 @@ def test_serve_of_wrong_answers_exits_with_8(home: Path, invoke: Invoke) -> None
     record = json.loads((Path(said["result"]["record"]) / "record.json").read_text())
     assert record["answers"][0]["verdict"] == "wrong"
     assert record["exit"] == 8
-    assert not look(Places.from_environment().servers / "tiny").alive
+    assert not get_status(Places.from_environment().servers / "tiny").alive
 
 
 def test_serve_refuses_bad_flags(home: Path, invoke: Invoke) -> None:
@@ -257,9 +257,9 @@ def test_serve_in_the_foreground_reports_a_death(
 
     def kill() -> None:
         deadline = time.monotonic() + 60
-        while look(folder).word != "running" and time.monotonic() < deadline:
+        while get_status(folder).word != "running" and time.monotonic() < deadline:
             time.sleep(0.05)
-        state = look(folder).state
+        state = get_status(folder).state
         if state and state.server:
             state.server.send(9)
 
@@ -280,7 +280,7 @@ def test_serve_refuses_what_does_not_fit_into_memory(home: Path, invoke: Invoke)
     assert code == 9
     assert said["error"]["id"] == "memory"
     assert [c["verdict"] for c in said["checks"] if c["id"] == "memory-fits"] == ["failed"]
-    assert not look(Places.from_environment().servers / "tiny").alive
+    assert not get_status(Places.from_environment().servers / "tiny").alive
 
 
 def test_serve_records_an_accepted_memory_risk(home: Path, invoke: Invoke) -> None:

@@ -21,11 +21,11 @@ import requests
 
 from bakehouse import cli
 from bakehouse.plan.serve import SERVER
-from bakehouse.ports.docker import ContainerSpec
-from bakehouse.serve import containers, launch
-from bakehouse.serve.container import ContainerExit
-from bakehouse.serve.control import look
-from bakehouse.serve.state import Ended, read, write
+from bakehouse.server import containers, launcher
+from bakehouse.server.container_follower import ContainerExit
+from bakehouse.server.state import Ended, read, write
+from bakehouse.server.status import get_status
+from bakehouse.system.docker.models import ContainerSpec
 from tests.support.boxed import House
 from tests.support.house import crash, until
 
@@ -187,7 +187,7 @@ def test_container_end_is_recorded_with_its_cause(house: House, how: Break, says
     assert code == 0, document["error"]
     how(house, document["result"]["url"])
 
-    until(lambda: look(house.server()).word == "ended")
+    until(lambda: get_status(house.server()).word == "ended")
     _, status, _ = house.call("status")
     assert says in status["result"]["servers"][0]["ended"]["says"]
     assert house.boxes() == []
@@ -293,7 +293,7 @@ def test_container_start_interrupted_before_its_supervisor(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "start_supervisor", never)
+        patch.setattr(launcher, "start_supervisor", never)
         if not swept:  # killed at once: nothing of ours runs any more
             patch.setattr(containers, "remove_failed_launch", lambda *_: os._exit(9))
         if child := os.fork():

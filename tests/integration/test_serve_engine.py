@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from bakehouse.context import Context
-from bakehouse.engines.counters import read_counters
+from bakehouse.engines.base import read_counters
 from bakehouse.errors import NotHealthy
-from bakehouse.probe.prove import prove
-from bakehouse.recipe.gate import Probe
-from bakehouse.serve.bring import bring_up
-from bakehouse.serve.control import folders, look, stop
-from bakehouse.serve.launch import ServerSpec
-from bakehouse.serve.proof import Prove
+from bakehouse.probe.runner import run_probe
+from bakehouse.recipe.models import Probe
+from bakehouse.server.launcher import ServerSpec
+from bakehouse.server.session import start_or_reuse
+from bakehouse.server.status import folders, get_status, stop
+from bakehouse.server.verification import Prove
 from tests.support.serving import Notes, agree, left_of, order
 
 pytestmark = [pytest.mark.integration, pytest.mark.engine]
@@ -63,14 +63,14 @@ def real(context: Context, llama_server: Path, smollm2: Path) -> Callable[..., S
 
 @pytest.fixture
 def questions(context: Context) -> Prove:
-    return lambda endpoint: prove(context, endpoint, QUESTIONS)
+    return lambda endpoint: run_probe(context, endpoint, QUESTIONS)
 
 
 def test_engine_is_served_and_verified_twice(
     context: Context, notes: Notes, real: Callable[..., ServerSpec], questions: Prove
 ) -> None:
     wanted = real("-fa", "on", slots=2)
-    ready = bring_up(context, wanted, questions, notes)
+    ready = start_or_reuse(context, wanted, questions, notes)
     seen = {c.id: c.observed for c in notes.seen}
     assert all(c.passed for c in notes.seen)
     assert seen["context"] == "1024 (512 + 512)"
@@ -82,7 +82,7 @@ def test_engine_is_served_and_verified_twice(
     counted = read_counters(metrics)
     assert counted is not None
     assert counted.generated
-    again = bring_up(context, wanted, questions, notes)
+    again = start_or_reuse(context, wanted, questions, notes)
     assert again.again
     assert again.server.process == ready.server.process
     stopped = stop(ready.server.folder)
@@ -93,7 +93,7 @@ def test_engine_is_served_and_verified_twice(
 def test_engine_speculation_is_on(
     context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
-    bring_up(context, real("--spec-type", "ngram-simple"), agree, notes)
+    start_or_reuse(context, real("--spec-type", "ngram-simple"), agree, notes)
     assert next(c for c in notes.seen if c.id == "speculation").observed == "true"
 
 
@@ -101,7 +101,7 @@ def test_engine_speculation_without_a_drafter(
     context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     with pytest.raises(NotHealthy):
-        bring_up(context, real("--spec-type", "draft-simple"), agree, notes)
+        start_or_reuse(context, real("--spec-type", "draft-simple"), agree, notes)
     [missing] = [c for c in notes.seen if not c.passed]
     assert missing.id == "speculation"
     assert "draft-simple without -md" in missing.observed
@@ -111,7 +111,7 @@ def test_engine_drafter_without_a_mode(
     context: Context, notes: Notes, real: Callable[..., ServerSpec], smollm2: Path
 ) -> None:
     with pytest.raises(NotHealthy) as caught:
-        bring_up(context, real("-md", str(smollm2)), agree, notes)
+        start_or_reuse(context, real("-md", str(smollm2)), agree, notes)
     assert "-md without --spec-type" in caught.value.what
 
 
@@ -119,14 +119,14 @@ def test_engine_layers_without_a_gpu(
     context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
     with pytest.raises(NotHealthy):
-        bring_up(context, real("-ngl", "99"), agree, notes)
+        start_or_reuse(context, real("-ngl", "99"), agree, notes)
     assert "gpu-layers" in {c.id for c in notes.seen if not c.passed}
 
 
 def test_engine_checks_the_key(
     context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
-    ready = bring_up(context, real(key="sekret-key-1"), agree, notes)
+    ready = start_or_reuse(context, real(key="sekret-key-1"), agree, notes)
     assert context.http.ask("GET", f"{ready.server.url}/v1/models").status == 401
     assert next(c for c in notes.seen if c.id == "key").passed
     assert "key-1" not in (ready.server.folder / "server.log").read_text()
@@ -143,7 +143,7 @@ def test_engine_ignores_the_users_own_settings(
     (config / "config.ini").write_text("[*]\nctx-size = 256\n")
     user = {"HOME": str(tmp_path), "LLAMA_ARG_PORT": "1", "LLAMA_ARG_CTX_SIZE": "256"}
     ctx = Context(context.places, context.recipes, {**context.environment, **user})
-    bring_up(ctx, real(), agree, notes)
+    start_or_reuse(ctx, real(), agree, notes)
     assert next(c for c in notes.seen if c.id == "context").observed == "1024 (1024)"
 
 
@@ -155,7 +155,7 @@ def test_engine_errors_quote_its_log(
         (("-m", "/nowhere/x.gguf"), "failed to open GGUF file"),
     ):
         with pytest.raises(NotHealthy) as caught:
-            bring_up(context, real(*flags), agree, notes)
+            start_or_reuse(context, real(*flags), agree, notes)
         assert "exited by itself with 1" in caught.value.what
         assert words in str(caught.value.where)
 
@@ -165,22 +165,22 @@ def test_engine_fixed_port_is_refused_to_a_second_server(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    ready = bring_up(context, real(port=port), agree, notes)
+    ready = start_or_reuse(context, real(port=port), agree, notes)
     assert ready.server.port == port
-    assert look(ready.server.folder).state
-    bring_up(context, real(port=port), agree, notes)
+    assert get_status(ready.server.folder).state
+    start_or_reuse(context, real(port=port), agree, notes)
 
 
 def test_engine_killed_is_recorded(
     context: Context, notes: Notes, real: Callable[..., ServerSpec]
 ) -> None:
-    ready = bring_up(context, real(), agree, notes)
+    ready = start_or_reuse(context, real(), agree, notes)
     ready.server.process.send(signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while look(ready.server.folder).word != "ended":
+    while get_status(ready.server.folder).word != "ended":
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    ended = look(ready.server.folder).state
+    ended = get_status(ready.server.folder).state
     assert ended is not None
     assert ended.ended is not None
     assert "SIGKILL" in ended.ended.says

@@ -16,19 +16,19 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.checks import Verdict, check
 from bakehouse.commands.servers import folder_of, line
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, NotCorrect, NotHealthy
-from bakehouse.probe.prove import prove
-from bakehouse.probe.types import Endpoint, Proof
-from bakehouse.recipe.gate import Probe
-from bakehouse.records.model import Answer
-from bakehouse.serve import keeper
-from bakehouse.serve import state as states
-from bakehouse.serve.bring import VerifiedServer, bring_up
-from bakehouse.serve.control import folders, look, stop
-from bakehouse.serve.launch import ServerSpec
+from bakehouse.models import Verdict, check
+from bakehouse.probe.models import Endpoint, Proof
+from bakehouse.probe.runner import run_probe
+from bakehouse.recipe.models import Probe
+from bakehouse.runs.store import Answer
+from bakehouse.server import state as states
+from bakehouse.server import supervisor as keeper
+from bakehouse.server.launcher import ServerSpec
+from bakehouse.server.session import VerifiedServer, start_or_reuse
+from bakehouse.server.status import folders, get_status, stop
 from tests.support.serving import Notes, agree, asking, left_of, order, proof
 
 pytestmark = pytest.mark.integration
@@ -55,7 +55,7 @@ def refused(
 ) -> tuple[str, BakehouseError]:  # fmt: skip
     """Serve in vain; give the id of the first check that did not pass, and the error."""
     with pytest.raises(kind) as caught:
-        bring_up(ctx, wanted, asking(ctx, path) if path else agree, notes)
+        start_or_reuse(ctx, wanted, asking(ctx, path) if path else agree, notes)
     assert not left_of(ctx)
     state = states.read(wanted.folder)
     assert state is not None
@@ -102,7 +102,7 @@ def test_serve_reads_evidence_from_the_log(context: Context, notes: Notes) -> No
     lines = "print=load_tensors: offloaded 9/9 layers to GPU|llama_context: flash_attn   = enabled"
     wanted = order(context, "speculates", lines, speculation="ngram-simple", gpu_layers=99,
                    flash_attn="on")  # fmt: skip
-    bring_up(context, wanted, agree, notes)
+    start_or_reuse(context, wanted, agree, notes)
     assert all(c.passed for c in notes.seen)
 
 
@@ -147,7 +147,7 @@ def test_readiness_detects_a_stall_although_we_poll(context: Context, notes: Not
 
 
 def test_readiness_waits_while_the_server_logs(context: Context, notes: Notes) -> None:
-    ready = bring_up(context, order(context, "slow=3", "talks", stall=1.5), agree, notes)
+    ready = start_or_reuse(context, order(context, "slow=3", "talks", stall=1.5), agree, notes)
     assert ready.loading >= 2.5
 
 
@@ -160,7 +160,7 @@ def test_readiness_is_noticed_within_a_tenth_of_a_second(context: Context, notes
             lags.append(time.monotonic())
             return proof()
 
-        bring_up(context, wanted, note, notes)
+        start_or_reuse(context, wanted, note, notes)
         log = (wanted.folder / "server.log").read_text()
         lags[-1] -= float(log.split("healthy from ")[1].split()[0])
         stop(wanted.folder)
@@ -203,12 +203,12 @@ def test_verification_notices_images_lost_by_a_draft_context(
     proofs: list[Proof] = []
 
     def sees(endpoint: Endpoint) -> Proof:
-        proofs.append(prove(context, endpoint, probe))
+        proofs.append(run_probe(context, endpoint, probe))
         return proofs[-1]
 
     wanted = order(context, "draft-lost", "speculates")
     with pytest.raises(NotHealthy) as caught:
-        bring_up(context, wanted, sees, notes)
+        start_or_reuse(context, wanted, sees, notes)
     assert not left_of(context)
     assert "HTTP 500 with speculation on, text is answered" in proofs[0].summary
     assert proofs[0].word == "unable"
@@ -218,11 +218,11 @@ def test_verification_notices_images_lost_by_a_draft_context(
 
 
 def test_verification_again_refuses_a_fault_logged_since(context: Context, notes: Notes) -> None:
-    ready = bring_up(context, order(context), agree, notes)
+    ready = start_or_reuse(context, order(context), agree, notes)
     context.http.ask("GET", f"{ready.server.url}/corrupt")
     wait_until(lambda: findings_of(ready.server.folder))
     with pytest.raises(NotHealthy) as caught:
-        bring_up(context, order(context), agree, notes)
+        start_or_reuse(context, order(context), agree, notes)
     assert "illegal memory access" in caught.value.what
     assert not left_of(context)
 
@@ -230,11 +230,11 @@ def test_verification_again_refuses_a_fault_logged_since(context: Context, notes
 def test_verification_of_wrong_answers_exits_with_8(context: Context, notes: Notes) -> None:
     wrong = proof(check("facts", "5 of 5", "1 of 5", "POST /v1", ok=False), verdict=Verdict.FAILED)
     with pytest.raises(NotCorrect) as caught:
-        bring_up(context, order(context), lambda _: wrong, notes)
+        start_or_reuse(context, order(context), lambda _: wrong, notes)
     assert caught.value.exit_code == 8
     assert [c.id for c in notes.seen if not c.passed] == ["facts"]
     assert not left_of(context)
-    ended = look(context.places.servers / "fake").state
+    ended = get_status(context.places.servers / "fake").state
     assert ended is not None
     assert ended.ended is not None
     assert ended.ended.why == "refused"
@@ -247,7 +247,7 @@ def test_verification_needs_answers_that_can_be_judged(context: Context, notes: 
         question="?", mode="chat", wanted=("x",), content="", verdict="unanswered", seconds=1.0
     )
     with pytest.raises(NotHealthy) as caught:
-        bring_up(context, order(context), lambda _: replace(gap, answers=(answer,)), notes)
+        start_or_reuse(context, order(context), lambda _: replace(gap, answers=(answer,)), notes)
     assert [c.id for c in caught.value.checks if not c.passed] == ["facts"]
     assert notes.said == [answer]
     assert not left_of(context)
@@ -264,7 +264,7 @@ def test_verification_notices_a_second_owner_of_the_port(context: Context, notes
             return proof()
 
         with pytest.raises(NotHealthy):
-            bring_up(context, order(context, "share-port"), intrude, notes)
+            start_or_reuse(context, order(context, "share-port"), intrude, notes)
     failed = {c.id: c.observed for c in notes.seen if not c.passed}
     assert "another process holds" in failed["socket-owner-after"]
 
@@ -283,7 +283,7 @@ def test_serve_refuses_a_taken_port_before_launch(context: Context, notes: Notes
             port = other.getsockname()[1]
             wanted = order(context, port=port, host=asked, key="sekret-key-1")
             with pytest.raises(HostError) as caught:
-                bring_up(context, wanted, agree, notes)
+                start_or_reuse(context, wanted, agree, notes)
         assert caught.value.exit_code == 9
         assert f"port {port} is taken" in caught.value.what
         assert f"process {os.getpid()}: " in str(caught.value.where), (held, asked)
@@ -295,7 +295,7 @@ def test_stop_kills_a_server_that_ignores_term_and_its_stray_child(
     context: Context, notes: Notes
 ) -> None:
     wanted = order(context, "ignore-term", "stray", stop_timeout="0.5s")
-    bring_up(context, wanted, agree, notes)
+    start_or_reuse(context, wanted, agree, notes)
     assert len(left_of(context)) == 3  # keeper, server, stray
     stopped = stop(wanted.folder)
     assert stopped.killed
@@ -306,10 +306,10 @@ def test_stop_kills_a_server_that_ignores_term_and_its_stray_child(
 
 
 def test_supervisor_ends_the_stray_child_of_a_dead_server(context: Context, notes: Notes) -> None:
-    ready = bring_up(context, order(context, "stray"), agree, notes)
+    ready = start_or_reuse(context, order(context, "stray"), agree, notes)
     ready.server.process.send(signal.SIGKILL)
     wait_until(lambda: not left_of(context))
-    seen = look(ready.server.folder)
+    seen = get_status(ready.server.folder)
     assert seen.word == "ended"
     assert seen.state is not None
     assert seen.state.ended is not None
@@ -318,11 +318,11 @@ def test_supervisor_ends_the_stray_child_of_a_dead_server(context: Context, note
 
 
 def test_supervisor_death_ends_the_server(context: Context, notes: Notes) -> None:
-    ready = bring_up(context, order(context, "stray"), agree, notes)
-    keeper = look(ready.server.folder).processes[0]
+    ready = start_or_reuse(context, order(context, "stray"), agree, notes)
+    keeper = get_status(ready.server.folder).processes[0]
     keeper.send(signal.SIGKILL)
     wait_until(lambda: not ready.server.process.alive)
-    seen = look(ready.server.folder)
+    seen = get_status(ready.server.folder)
     assert seen.word == "orphaned"  # the stray child: nobody is left to end it
     assert stop(ready.server.folder).ran
     assert not left_of(context)
@@ -330,12 +330,12 @@ def test_supervisor_death_ends_the_server(context: Context, notes: Notes) -> Non
 
 def test_supervisor_killed_before_the_verification(context: Context, notes: Notes) -> None:
     def kill_keeper(_: object) -> Proof:
-        look(context.places.servers / "fake").processes[0].send(signal.SIGKILL)
+        get_status(context.places.servers / "fake").processes[0].send(signal.SIGKILL)
         time.sleep(0.2)
         return proof()
 
     with pytest.raises(NotHealthy):
-        bring_up(context, order(context), kill_keeper, notes)
+        start_or_reuse(context, order(context), kill_keeper, notes)
     assert next(c.id for c in notes.seen if not c.passed) == "alive-after"
     assert not left_of(context)
 
@@ -412,7 +412,7 @@ def test_serve_killed_takes_an_unverified_server_along(
 def test_serve_leaves_a_verified_server_running(context: Context, notes: Notes) -> None:
     with serving(context, notes.folder, 0) as child:
         assert child.wait(20) == 0
-    assert look(context.places.servers / "fake").word == "running"
+    assert get_status(context.places.servers / "fake").word == "running"
 
 
 RENAME = """
@@ -436,26 +436,26 @@ def test_supervisor_of_another_version_is_found_verified_and_stopped(
     folder = context.places.servers / "fake"
     time.sleep(1)  # until it has loaded the log signatures
     (old / "bakehouse").rename(old / "gone")
-    supervisor = look(folder).processes[0]
+    supervisor = get_status(folder).processes[0]
     assert f"{keeper.__package__}.warden" in supervisor.command
-    assert look(folder).word == "running"
-    assert bring_up(context, order(context, "stray"), agree, notes).again
+    assert get_status(folder).word == "running"
+    assert start_or_reuse(context, order(context, "stray"), agree, notes).again
     supervisor.send(signal.SIGSTOP)
     states.path(folder).unlink()
-    seen = look(folder)
+    seen = get_status(folder)
     assert (seen.word, seen.processes[0]) == ("unclear", supervisor)
     supervisor.send(signal.SIGCONT)
     stopped = stop(folder)
     assert (stopped.ran, stopped.killed) == (True, False)
     assert not left_of(context)
-    assert look(folder).word == "ended"
+    assert get_status(folder).word == "ended"
 
 
 def test_serve_in_the_foreground_ends_its_server(context: Context, notes: Notes) -> None:
     with serving(context, notes.folder, 0, foreground=True) as child:
         assert child.stdout
         assert [child.stdout.readline() for _ in range(2)] == ["proving\n", "ready\n"]
-        assert look(context.places.servers / "fake").word == "running"
+        assert get_status(context.places.servers / "fake").word == "running"
         child.kill()
     wait_until(lambda: not left_of(context))
 
@@ -470,26 +470,26 @@ def test_serve_twice_at_once_starts_one_server(context: Context, notes: Notes) -
 
 
 def test_serve_refuses_other_settings_while_it_runs(context: Context, notes: Notes) -> None:
-    bring_up(context, order(context), agree, notes)
+    start_or_reuse(context, order(context), agree, notes)
     before = left_of(context)
     with pytest.raises(HostError, match="other settings") as caught:
-        bring_up(context, order(context, "slow=0"), agree, notes)
+        start_or_reuse(context, order(context, "slow=0"), agree, notes)
     assert "invoke stop --recipe fake" in str(caught.value.hint)
     assert left_of(context) == before
 
 
 def test_serve_stops_a_running_server_that_became_wrong(context: Context, notes: Notes) -> None:
-    ready = bring_up(context, order(context), agree, notes)
+    ready = start_or_reuse(context, order(context), agree, notes)
     assert isinstance(ready, VerifiedServer)
     with suppress(Exception):
         context.http.ask("GET", f"{ready.server.url}/sicken")
     with pytest.raises(NotHealthy):
-        bring_up(context, order(context), agree, notes)
+        start_or_reuse(context, order(context), agree, notes)
     assert not left_of(context)
 
 
 def test_serve_checks_the_key_and_hides_it(context: Context, notes: Notes) -> None:
-    ready = bring_up(context, order(context, key="sekret-key-1"), agree, notes)
+    ready = start_or_reuse(context, order(context, key="sekret-key-1"), agree, notes)
     folder = ready.server.folder
     assert next(c for c in notes.seen if c.id == "key").passed
     assert (folder / "api-key").stat().st_mode & 0o777 == 0o600
@@ -497,43 +497,43 @@ def test_serve_checks_the_key_and_hides_it(context: Context, notes: Notes) -> No
         assert "sekret-key-1" not in " ".join(process.command)
     assert "sekret-key-1" not in (folder / "state.json").read_text()
     with pytest.raises(HostError, match="other settings"):
-        bring_up(context, order(context, key="sekret-key-2"), agree, notes)
+        start_or_reuse(context, order(context, key="sekret-key-2"), agree, notes)
 
 
 def test_status_and_stop_work_with_a_state_that_cannot_be_read(
     context: Context, notes: Notes
 ) -> None:
-    folder = bring_up(context, order(context), agree, notes).server.folder
-    keeper = look(folder).processes[0]
+    folder = start_or_reuse(context, order(context), agree, notes).server.folder
+    keeper = get_status(folder).processes[0]
     keeper.send(signal.SIGSTOP)
     for text in ("", "{", '{"schema": 1}', "[]", '{"schema": 99}', "\x00"):
         states.path(folder).write_text(text)
-        seen = look(folder)
+        seen = get_status(folder)
         assert (seen.alive, seen.word) == (True, "unclear"), text
         assert seen.trouble
         assert seen.trouble in line(seen)
     keeper.send(signal.SIGCONT)
     assert stop(folder).ran
     assert not left_of(context)
-    assert look(folder).word in {"ended", "gone"}
+    assert get_status(folder).word in {"ended", "gone"}
 
 
 def test_supervisor_rewrites_a_damaged_state(context: Context, notes: Notes) -> None:
-    folder = bring_up(context, order(context), agree, notes).server.folder
+    folder = start_or_reuse(context, order(context), agree, notes).server.folder
     good = states.path(folder).read_text()
     for damage in ("", "{", None):
         states.path(folder).unlink()
         if damage is not None:
             states.path(folder).write_text(damage)
-        wait_until(lambda: look(folder).word == "running")
+        wait_until(lambda: get_status(folder).word == "running")
         assert states.path(folder).read_text() == good
 
 
 def test_stop_finds_a_server_whose_folder_was_removed(context: Context, notes: Notes) -> None:
-    folder = bring_up(context, order(context), agree, notes).server.folder
+    folder = start_or_reuse(context, order(context), agree, notes).server.folder
     shutil.rmtree(context.places.state)
     assert folders(context.places) == (folder,)
-    seen = look(folder)
+    seen = get_status(folder)
     assert seen.word == "unclear"
     assert "state is missing" in line(seen)
     assert folder_of(context, "fake") == folder
@@ -543,14 +543,14 @@ def test_stop_finds_a_server_whose_folder_was_removed(context: Context, notes: N
 
 
 def test_supervisor_survives_a_full_disk(context: Context, notes: Notes) -> None:
-    ready = bring_up(context, order(context), agree, notes)
+    ready = start_or_reuse(context, order(context), agree, notes)
     folder, server = ready.server.folder, ready.server.process
     with unwritable(folder):
         states.path(folder).write_text("{")  # which the keeper would mend
         time.sleep(1.0)
         assert server.alive
-        assert look(folder).word == "unclear"
-    wait_until(lambda: look(folder).word == "running")
+        assert get_status(folder).word == "unclear"
+    wait_until(lambda: get_status(folder).word == "running")
 
 
 def test_serve_stops_a_server_whose_verification_cannot_be_recorded(
@@ -563,14 +563,14 @@ def test_serve_stops_a_server_whose_verification_cannot_be_recorded(
             return proof()
 
         with pytest.raises(NotHealthy, match="could not be recorded"):
-            bring_up(context, order(context), fill, notes)
+            start_or_reuse(context, order(context), fill, notes)
         assert not left_of(context)
 
 
 @contextmanager
 def unwritable(folder: Path) -> Iterator[None]:
     """Keep the keeper from writing the state: a folder lies where it would put the new one."""
-    keeper = look(folder).processes[0]
+    keeper = get_status(folder).processes[0]
     obstacle = folder / f".state.{keeper.pid}.part"
     obstacle.mkdir()
     try:
@@ -580,7 +580,7 @@ def unwritable(folder: Path) -> Iterator[None]:
 
 
 def test_stop_never_signals_another_process(context: Context, notes: Notes) -> None:
-    ready = bring_up(context, order(context), agree, notes)
+    ready = start_or_reuse(context, order(context), agree, notes)
     folder = ready.server.folder
     good = states.path(folder).read_text()
     stop(folder)
@@ -596,25 +596,25 @@ def test_stop_never_signals_another_process(context: Context, notes: Notes) -> N
 
 
 def own_start(pid: int) -> int:
-    from bakehouse.serve.processes import start_time
+    from bakehouse.server.processes import start_time
 
     return start_time(pid) or 0
 
 
 def test_status_after_a_reboot_is_gone(context: Context, notes: Notes) -> None:
-    ready = bring_up(context, order(context), agree, notes)
+    ready = start_or_reuse(context, order(context), agree, notes)
     folder = ready.server.folder
     good = states.path(folder).read_text()
     stop(folder)
     state = states.read(folder)
     assert state is not None
     states.path(folder).write_text(good.replace(state.boot, "another-boot"))
-    seen = look(folder)
+    seen = get_status(folder)
     assert seen.word == "gone"
     assert seen.state is not None
     assert seen.state.ended is not None
     assert "restarted" in seen.state.ended.says
-    assert look(folder).word == "ended"
+    assert get_status(folder).word == "ended"
 
 
 def test_serve_that_fails_leaves_no_file_descriptor(context: Context, notes: Notes) -> None:

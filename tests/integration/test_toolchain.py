@@ -13,7 +13,7 @@ import pytest
 from bakehouse import toolchain
 from bakehouse.context import Context
 from bakehouse.errors import HostError
-from bakehouse.ports.process import RealProcesses
+from bakehouse.system.process import RealProcesses
 from bakehouse.toolchain import find_tools
 
 pytestmark = pytest.mark.integration

@@ -17,26 +17,25 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.build import ensure as building
-from bakehouse.checks import Check, not_passed
+from bakehouse.build import builder
 from bakehouse.context import Context
-from bakehouse.engines.llamacpp.cuda import PLACE, prepared
+from bakehouse.cuda.configure import described
+from bakehouse.cuda.elf import read_cuda_file
+from bakehouse.cuda.install import pin_toolkit, provide, toolkit_folder, wheels_for
+from bakehouse.cuda.toolkit import Requested, Toolkit
+from bakehouse.cuda.verify import accept_artifact, accept_configure, refuse
+from bakehouse.engines.llamacpp.cmake import PLACE, prepared
 from bakehouse.errors import BuildFailed, LockError, RecipeError
 from bakehouse.host import read_host
 from bakehouse.lock import ToolkitPin
-from bakehouse.places import Places
+from bakehouse.models import Check, not_passed
+from bakehouse.paths import Places
 from bakehouse.plan.build import plan_build
 from bakehouse.plan.types import BuildPlan
-from bakehouse.recipe.model import Recipe
-from bakehouse.records.store import Run
-from bakehouse.sources.registry import fetch_file, find_file
+from bakehouse.recipe.models import Recipe
+from bakehouse.runs.store import Run
+from bakehouse.sources.pypi import fetch_file, find_file
 from bakehouse.toolchain import find_tools
-from bakehouse.toolkit.accept import accept_configure, refuse
-from bakehouse.toolkit.artifact import accept_artifact
-from bakehouse.toolkit.embedded import read_cuda_file
-from bakehouse.toolkit.provide import pin_toolkit, provide, toolkit_folder, wheels_for
-from bakehouse.toolkit.settle import described
-from bakehouse.toolkit.types import Requested, Toolkit
 from tests.support.small_cuda import CUDA_FILES
 from tests.support.small_engine import FILES, small_lock, small_recipe, write_small
 
@@ -237,7 +236,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     def write(_ctx: Context, _lock: object, target: Path) -> None:
         write_small(target, CUDA_FILES)
 
-    monkeypatch.setattr(building, "write_source", write)
+    monkeypatch.setattr(builder, "write_source", write)
 
 
 def test_toolkit_from_pypi_builds_an_artifact(
@@ -256,7 +255,7 @@ def test_toolkit_from_pypi_builds_an_artifact(
     other = planned(ctx, pins["13.0"], cuda_recipe(CMAKE_CUDA_ARCHITECTURES="75-real"))
     assert other.digest != plan.digest
     with Run.start(ctx, "build", "small") as run:
-        made = building.ensure(ctx, small_lock(), plan, run)
+        made = builder.ensure(ctx, small_lock(), plan, run)
     assert not_passed(made.checks) == ()
     names = {f.path for f in made.files}
     assert {"bin/libggml-cuda.so", "bin/libcudart.so.13", "bin/libcublas.so.13"} <= names
@@ -289,7 +288,7 @@ def test_toolkit_builds_the_same_bytes_in_two_homes(
             pytest.skip(plan.not_reproducible)
         assert plan.place == PLACE
         with Run.start(ctx, "build", "small") as run:
-            made.append(building.ensure(ctx, small_lock(), plan, run))
+            made.append(builder.ensure(ctx, small_lock(), plan, run))
         assert not_passed(made[-1].checks) == ()
         assert not list(Path(PLACE).iterdir())
     first, second = made
@@ -305,7 +304,7 @@ def test_toolkit_build_without_cuda_is_refused_before_compiling(
         "message(STATUS ${CUDAToolkit_ROOT} ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_ARCHITECTURES})\n"
     )
     monkeypatch.setattr(
-        building,
+        builder,
         "write_source",
         lambda c, k, target: write_small(target, {"CMakeLists.txt": lists}),
     )
@@ -317,7 +316,7 @@ def test_toolkit_build_without_cuda_is_refused_before_compiling(
         pytest.raises(BuildFailed, match=r"cuda\.backend") as error,
         Run.start(ctx, "build", "small") as run,
     ):
-        building.ensure(ctx, small_lock(), plan, run)
+        builder.ensure(ctx, small_lock(), plan, run)
     assert error.value.id == "cuda-refused"
     assert "CUDA not found" in (error.value.where or "")
 

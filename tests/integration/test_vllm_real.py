@@ -15,8 +15,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from bakehouse import cli
-from bakehouse.places import Places
-from bakehouse.serve.control import folders, stop
+from bakehouse.paths import Places
+from bakehouse.server.status import folders, stop
 from tests.support.docker_engine import Engine
 from tests.support.recipes import write_recipe
 

@@ -19,14 +19,13 @@ import pytest
 
 from bakehouse.commands import serve
 from bakehouse.commands.watch import Options, run
-from bakehouse.context import Context
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import Interrupted, NotCorrect, NotHealthy, UsageError
-from bakehouse.outcome import Outcome
-from bakehouse.ports.clock import RealClock
 from bakehouse.progress import Silent
-from bakehouse.records.index import Index
-from bakehouse.serve.bring import bring_up
-from bakehouse.serve.control import look, stop
+from bakehouse.runs.index import Index
+from bakehouse.server.session import start_or_reuse
+from bakehouse.server.status import get_status, stop
+from bakehouse.system.clock import RealClock
 from tests.support import openai_fake as fake
 from tests.support.openai_fake import chat, right
 from tests.support.serving import Notes, agree, left_of, order
@@ -85,8 +84,8 @@ def ctx(context: Context, tmp_path: Path) -> Iterator[Context]:
 
 
 def up(ctx: Context, *faults: str) -> str:
-    bring_up(ctx, order(ctx, "varied", *faults), agree, Notes(ctx.places.runs))
-    state = look(ctx.places.servers / "fake").state
+    start_or_reuse(ctx, order(ctx, "varied", *faults), agree, Notes(ctx.places.runs))
+    state = get_status(ctx.places.servers / "fake").state
     assert state is not None
     return f"http://127.0.0.1:{state.port}"
 
@@ -96,8 +95,8 @@ def beside(ctx: Context, *faults: str) -> str:
     wanted = order(ctx, "varied", *faults)
     folder = ctx.places.servers / "fake@b"
     wanted = replace(wanted, folder=folder)
-    bring_up(ctx, wanted, agree, Notes(ctx.places.runs))
-    state = look(folder).state
+    start_or_reuse(ctx, wanted, agree, Notes(ctx.places.runs))
+    state = get_status(folder).state
     assert state is not None
     return f"http://127.0.0.1:{state.port}"
 
@@ -147,7 +146,7 @@ def test_watch_ends_when_the_server_becomes_wrong(ctx: Context) -> None:
     kept = record(outcome)
     assert kept["exit"] == 8
     assert kept["answers"][-1]["content"].startswith("The answer is 5.")
-    assert look(ctx.places.servers / "fake").alive  # only --on-failure stop stops it
+    assert get_status(ctx.places.servers / "fake").alive  # only --on-failure stop stops it
 
 
 def test_watch_of_a_server_that_is_wrong_from_the_start(ctx: Context) -> None:
@@ -172,10 +171,10 @@ def test_watch_accepts_moving_counters(ctx: Context) -> None:
 def test_watch_of_a_server_that_stops_answering(
     ctx: Context, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    from bakehouse.probe import sample
-    from bakehouse.probe.talk import Patience
+    from bakehouse.probe.client import RequestLimits
+    from bakehouse.server import monitoring
 
-    monkeypatch.setattr(sample, "HASTY", Patience(base=1.0, per_token=0, attempts=1))
+    monkeypatch.setattr(monitoring, "HASTY", RequestLimits(base=1.0, per_token=0, attempts=1))
     url = up(ctx)
     outcome = watch(ctx, fault(ctx, url, name))
     assert isinstance(outcome.error, NotHealthy)
@@ -184,7 +183,7 @@ def test_watch_of_a_server_that_stops_answering(
 
 def test_watch_reports_the_end_of_the_server_at_once(ctx: Context) -> None:
     up(ctx)
-    state = look(ctx.places.servers / "fake").state
+    state = get_status(ctx.places.servers / "fake").state
     assert state is not None
     assert state.server is not None
     pid = state.server.pid
@@ -192,7 +191,7 @@ def test_watch_reports_the_end_of_the_server_at_once(ctx: Context) -> None:
     def kill() -> None:
         os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 10
-        while look(ctx.places.servers / "fake").alive and time.monotonic() < deadline:
+        while get_status(ctx.places.servers / "fake").alive and time.monotonic() < deadline:
             time.sleep(0.05)
 
     scripted = replace(ctx, clock=Scripted([kill]))
@@ -220,7 +219,7 @@ def test_watch_on_failure_stop(ctx: Context) -> None:
     url = up(ctx)
     outcome = watch(ctx, fault(ctx, url, "wrong"), on_failure="stop")
     assert isinstance(outcome.error, NotCorrect)
-    assert not look(ctx.places.servers / "fake").alive
+    assert not get_status(ctx.places.servers / "fake").alive
     assert "stopped" in outcome.result["actions"][0]
 
 
@@ -280,7 +279,7 @@ def test_watch_adopts_a_server_that_another_watch_restarted(
     outcome = watch(ctx, another_watch, count=3, on_failure="restart")
     assert outcome.result["counts"] == {"right": 2, "busy": 0, "failed": 1}
     assert outcome.result["actions"] == ["somebody else restarted it; watching the new server"]
-    assert look(ctx.places.servers / "fake").word == "running"
+    assert get_status(ctx.places.servers / "fake").word == "running"
 
 
 def test_watch_of_one_of_two_instances(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,10 +293,10 @@ def test_watch_of_one_of_two_instances(ctx: Context, monkeypatch: pytest.MonkeyP
         return Outcome({"url": beside(ctx)})
 
     monkeypatch.setattr(serve, "run", serves)
-    first = look(ctx.places.servers / "fake").processes
+    first = get_status(ctx.places.servers / "fake").processes
     watch(ctx, fault(ctx, url, "wrong"), instance="b", on_failure="restart")
     assert [one.instance for one in served] == ["b"]
-    assert look(ctx.places.servers / "fake").processes == first
+    assert get_status(ctx.places.servers / "fake").processes == first
     with pytest.raises(NotHealthy, match="fake@c"):
         watch(ctx, instance="c")
 
@@ -324,7 +323,7 @@ def test_watch_interrupted_leaves_a_record_and_the_server(ctx: Context) -> None:
     kept = json.loads((ctx.places.runs / latest.id / "record.json").read_text())
     assert kept["exit"] == 130
     assert [r["word"] for r in kept["facts"]["rounds"]] == ["right"]
-    assert look(ctx.places.servers / "fake").word == "running"
+    assert get_status(ctx.places.servers / "fake").word == "running"
 
 
 @pytest.mark.parametrize("dead", [True, False], ids=["nobody", "refuses"])

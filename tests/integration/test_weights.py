@@ -21,8 +21,8 @@ import pytest
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, LockError, NotFound
 from bakehouse.lock import Lock
-from bakehouse.recipe.load import Loaded
-from bakehouse.recipe.weights import WeightPaths
+from bakehouse.recipe.loader import LoadedRecipe
+from bakehouse.recipe.models import WeightPaths
 from tests.support.clocks import ImpatientClock, settle
 from tests.support.filehost import FileHost, cut, serve_files, status
 from tests.support.hubhost import Hub, serve_hub
@@ -110,7 +110,7 @@ def test_hash_of_a_file_is_cached(
     (tmp_path / "m.gguf").write_bytes(MODEL)
     settle()
     loaded, lock = pinned(ctx, tmp_path, path="m.gguf")
-    monkeypatch.setattr("bakehouse.sources.known.sha256_file", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("bakehouse.sources.files.sha256_file", lambda *_: pytest.fail("read again"))
     assert have(ctx, loaded, lock).first == str(tmp_path / "m.gguf")
 
 
@@ -361,7 +361,7 @@ ensure(ctx, load(Path(sys.argv[2])), Lock.model_validate_json(Path(sys.argv[3]).
 
 
 def start_child(
-    ctx: Context, loaded: Loaded, lock: Lock, tmp_path: Path
+    ctx: Context, loaded: LoadedRecipe, lock: Lock, tmp_path: Path
 ) -> subprocess.Popen[bytes]:
     (tmp_path / "lock").write_text(lock.model_dump_json(by_alias=True))
     argv = [sys.executable, "-c", CHILD, str(ctx.places.cache.parent), str(loaded.path),

@@ -19,9 +19,9 @@ from bakehouse.commands import fetch
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, CheckpointError, HostError, LockError, NotFound
 from bakehouse.progress import Bar
-from bakehouse.sources.known import remember
-from bakehouse.sources.together import NAME
+from bakehouse.sources.files import store_sha256
 from bakehouse.sources.weights import ensure, folder_of
+from bakehouse.util.parallel import NAME
 from tests.support.checkpoints import safetensors_bytes, write
 from tests.support.clocks import ImpatientClock
 from tests.support.filehost import Handler, cut, status
@@ -193,7 +193,7 @@ def test_rehash_reads_downloads_again(ctx: Context, hub: Hub, tmp_path: Path, he
     with path.open("r+b") as file:
         file.write(b"X")
     os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
-    remember(ctx, path, lock.weights["model"].files[0].sha256)  # a bad sector: nothing tells
+    store_sha256(ctx, path, lock.weights["model"].files[0].sha256)  # a bad sector: nothing tells
     ensure(ctx, loaded, lock)
     assert path.read_bytes()[:1] == b"X"
     ensure(ctx, loaded, lock, rehash=True)
@@ -211,7 +211,7 @@ def test_rehash_reads_files_in_place_again(ctx: Context, tmp_path: Path) -> None
     with path.open("r+b") as file:
         file.seek(len(MODEL) - 1)
         file.write(b"X")
-    remember(ctx, path, lock.weights["model"].files[0].sha256)  # a bad sector: nothing tells
+    store_sha256(ctx, path, lock.weights["model"].files[0].sha256)  # a bad sector: nothing tells
     ensure(ctx, loaded, lock)
     with pytest.raises(LockError, match="differ from their pin"):
         ensure(ctx, loaded, lock, rehash=True)

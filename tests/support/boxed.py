@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from bakehouse import cli
-from bakehouse.places import Places
+from bakehouse.paths import Places
 from bakehouse.plan.serve import SERVER
-from bakehouse.serve.control import folders, stop
+from bakehouse.server.status import folders, stop
 from tests.support.docker_engine import Engine
 from tests.support.recipes import write_recipe
 from tests.support.vllm import fake_model, recipe_data

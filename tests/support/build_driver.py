@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from bakehouse.build import ensure as building
+from bakehouse.build import builder
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError
 from bakehouse.lock import Lock
-from bakehouse.places import Places
-from bakehouse.records.store import Run
+from bakehouse.paths import Places
+from bakehouse.runs.store import Run
 from tests.support.small_engine import FILES, small_lock, small_plan, write_small
 
 SLOW = {
@@ -59,12 +59,12 @@ def main() -> int:
     def stop(number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    setattr(building, "write_source", write)  # noqa: B010 - its argument names differ
+    setattr(builder, "write_source", write)  # noqa: B010 - its argument names differ
     signal.signal(signal.SIGTERM, stop)
     ctx = Context(Places(home / "cache", home / "state"), home, progress=Talking())
     try:
         with Run.start(ctx, "build", "small") as run:
-            done = building.ensure(ctx, small_lock(), small_plan(ctx, jobs=2), run)
+            done = builder.ensure(ctx, small_lock(), small_plan(ctx, jobs=2), run)
     except BakehouseError as error:
         print(json.dumps({"error": error.what}))
         return error.exit_code

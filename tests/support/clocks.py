@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 
-from bakehouse.sources.known import SETTLED_NS
+from bakehouse.sources.files import SETTLED_NS
 
 
 class ImpatientClock:

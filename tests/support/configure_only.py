@@ -11,18 +11,17 @@ import socket
 import sys
 from pathlib import Path
 
-from bakehouse.build import steps
-from bakehouse.build.ensure import write_source
-from bakehouse.build.work import moved, work_folder
+from bakehouse.build import builder
+from bakehouse.build.builder import moved, work_folder, write_source
 from bakehouse.context import Context
 from bakehouse.lock import Lock
-from bakehouse.places import Places
+from bakehouse.patches.source_tree import ensure_tree
+from bakehouse.paths import Places
+from bakehouse.plan.planner import inspect_host, plan_engine
 from bakehouse.plan.types import BuildPlan
-from bakehouse.plan.whole import plan_engine, survey
-from bakehouse.recipe.load import load
-from bakehouse.records.store import Run
-from bakehouse.resolve import lock_path, read_lock
-from bakehouse.sources.tree import ensure_tree
+from bakehouse.recipe.loader import load
+from bakehouse.resolver import lock_path, read_lock
+from bakehouse.runs.store import Run
 
 
 def reachable() -> bool:
@@ -40,13 +39,13 @@ def main() -> None:
     if sys.argv[3:] == ["online"]:
         ensure_tree(ctx, lock)
         return
-    plan = plan_engine(loaded, lock, survey(ctx, loaded.recipe, lock), ctx.places)
+    plan = plan_engine(loaded, lock, inspect_host(ctx, loaded.recipe, lock), ctx.places)
     assert isinstance(plan, BuildPlan)
     with Run.start(ctx, "build", loaded.recipe.name) as run, work_folder(ctx, plan) as work:
         here = moved(plan, work)
         write_source(ctx, lock, work / "src")
-        configured = steps.configure(ctx, lock, here, run)
-        checks = steps.accept(here, run, configured)
+        configured = builder.configure(ctx, lock, here, run)
+        checks = builder.accept(here, run, configured)
     print(
         json.dumps(
             {

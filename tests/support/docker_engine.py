@@ -26,9 +26,9 @@ from pathlib import Path
 import pytest
 import requests
 
-from bakehouse.ports import docker_engine as docker_engine_port
-from bakehouse.ports.docker_engine import RealDocker
-from bakehouse.serve import containers
+from bakehouse.server import containers
+from bakehouse.system.docker import client
+from bakehouse.system.docker.client import DockerClient
 
 BUSYBOX = Path("/bin/busybox")
 APPLETS = ("sh", "sleep", "echo", "cat", "env", "id", "ls", "head", "yes", "nc", "httpd", "touch")
@@ -74,7 +74,7 @@ class Engine:
             yield
         finally:
             os.kill(self.pid, signal.SIGCONT)
-            docker_engine_port._silent.clear()
+            client._silent.clear()
             containers._timeouts.clear()
 
     @property
@@ -86,9 +86,9 @@ class Engine:
             **os.environ, "PATH": _path(), "DOCKER_HOST": self.host, "DOCKER_CONFIG": str(config),
         }  # fmt: skip
 
-    def port(self) -> RealDocker:
+    def port(self) -> DockerClient:
         """Our own port to it."""
-        return RealDocker(self.environment)
+        return DockerClient(self.environment)
 
     def cli(self, *argv: str, stdin: bytes | None = None) -> str:
         """Run Docker's own command line; give what it prints."""

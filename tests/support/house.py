@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.serve.control import look
-from bakehouse.serve.state import ServerState, read
+from bakehouse.server.state import ServerState, read
+from bakehouse.server.status import get_status
 from tests.support.boxed import House, opened
 from tests.support.docker_engine import Engine
 
@@ -41,5 +41,5 @@ def crash(house: House) -> ServerState:
     os.kill(state.server.pid, signal.SIGSTOP)
     state.keeper.send(signal.SIGKILL)
     state.server.send(signal.SIGKILL)
-    until(lambda: not look(house.server()).processes)
+    until(lambda: not get_status(house.server()).processes)
     return state

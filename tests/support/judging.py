@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bakehouse import cli
-from bakehouse.commands import serve as serve_command
-from bakehouse.commands.patch_judge import Case
+from bakehouse.commands import serve
+from bakehouse.commands.patch_compare import Case
 from bakehouse.context import Context
 from bakehouse.errors import BuildFailed
 from bakehouse.lock import Lock
-from bakehouse.patches import for_run
+from bakehouse.patch_review import overrides
 from bakehouse.patches.manifest import Expect
 from bakehouse.plan.types import BuildPlan
-from bakehouse.recipe.load import load
-from bakehouse.resolve import ensure_lock
+from bakehouse.recipe.loader import load
+from bakehouse.resolver import ensure_lock
 from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
 from tests.support.serving import FAKE
 
@@ -111,9 +111,9 @@ def case(ctx: Context, home: Path, expect: Expect) -> Case:
     loaded = load(home / "tiny.yaml")
     lock = ensure_lock(ctx, loaded)
     (pin,) = lock.patches
-    drop = for_run.Asked(drop=("fix",))
+    drop = overrides.PatchOverrides(drop=("fix",))
     bare = drop.change(ctx)(loaded)
-    return Case(loaded, bare, pin, lock, for_run.ensure(ctx, bare, drop), "fix", expect)
+    return Case(loaded, bare, pin, lock, overrides.ensure(ctx, bare, drop), "fix", expect)
 
 
 def main() -> int:
@@ -123,7 +123,7 @@ def main() -> int:
     builds.judged = "more"
     faults = (RATE, "chatty", "hangs")
     builds.without, builds.patched = (faults, (RATE,)) if slow == "without" else ((RATE,), faults)
-    vars(serve_command)["ensure_build"] = builds
+    vars(serve)["ensure_build"] = builds
     flags = {"file": patch, "recipe": "tiny", "judge": True}
     return cli.main("patch", flags, recipes=Path(home))
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from bakehouse.probe.facts import built_in
+from bakehouse.probe.answers import built_in
 
 MODEL = "fake-model"
 KEY = "key-of-the-fake"

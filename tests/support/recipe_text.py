@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bakehouse.errors import Fault, RecipeError
-from bakehouse.recipe.load import Loaded, load
+from bakehouse.recipe.loader import LoadedRecipe, load
 
 GOOD = """\
 schema: 1
@@ -35,7 +35,7 @@ def write(folder: Path, text: str | bytes, name: str = "r.yaml") -> Path:
     return path
 
 
-def loaded(folder: Path, text: str | bytes, overrides: Sequence[str] = ()) -> Loaded:
+def loaded(folder: Path, text: str | bytes, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Load a recipe of this text."""
     return load(write(folder, text), overrides)
 

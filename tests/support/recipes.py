@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bakehouse.base import to_json
-from bakehouse.recipe.load import Loaded, load
+from bakehouse.models import to_json
+from bakehouse.recipe.loader import LoadedRecipe, load
 
 SHA = "0" * 64
 
@@ -34,6 +34,6 @@ def write_recipe(folder: Path, data: Mapping[str, Any], name: str = "test") -> P
     return path
 
 
-def make_loaded(folder: Path, **over: Any) -> Loaded:
+def make_loaded(folder: Path, **over: Any) -> LoadedRecipe:
     """Write a recipe and load it."""
     return load(write_recipe(folder, recipe_data(**over)))

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bakehouse.ports.clock import RealClock
-from bakehouse.ports.http import Reply
-from bakehouse.probe.talk import Talk
-from bakehouse.probe.types import Endpoint
+from bakehouse.probe.client import Client
+from bakehouse.probe.models import Endpoint
 from bakehouse.progress import Silent
+from bakehouse.system.clock import RealClock
+from bakehouse.system.http import Reply
 
 Answer = Callable[[str, dict[str, Any]], Any]
 """From path and body to a document, a (status, document) pair, or an exception to raise."""
@@ -53,8 +53,8 @@ def endpoint(engine: str | None = "llama.cpp", context: int | None = None) -> En
     return Endpoint("http://server", "m", engine=engine, context=context)
 
 
-def talk(answer: Answer, engine: str | None = "llama.cpp") -> Talk:
-    return Talk(Scripted(answer), endpoint(engine))
+def talk(answer: Answer, engine: str | None = "llama.cpp") -> Client:
+    return Client(Scripted(answer), endpoint(engine))
 
 
 def varied(place: int) -> float:

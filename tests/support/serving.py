@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bakehouse.checks import Check, Verdict, check
 from bakehouse.context import Context
-from bakehouse.engines.engine import Asked
+from bakehouse.engines.base import Requirements
 from bakehouse.lock import Lock
+from bakehouse.models import Check, Verdict, check
 from bakehouse.plan.serve import plan_serve
 from bakehouse.plan.types import ServePlan
-from bakehouse.probe.types import Endpoint, Proof, SuiteProof
-from bakehouse.recipe.faults import Origin
-from bakehouse.recipe.model import Recipe
-from bakehouse.records.model import Answer, SuiteRecord, SuiteVerdict
-from bakehouse.serve.bring import identity_digest
-from bakehouse.serve.guard import Bounds
-from bakehouse.serve.launch import ServerSpec
-from bakehouse.serve.processes import marked
+from bakehouse.probe.models import Endpoint, Proof, SuiteProof
+from bakehouse.recipe.models import Recipe
+from bakehouse.recipe.types import Origin
+from bakehouse.runs.store import Answer, SuiteRecord, SuiteVerdict
+from bakehouse.server.launcher import ServerSpec
+from bakehouse.server.memory_guard import Bounds
+from bakehouse.server.processes import marked
+from bakehouse.server.session import identity_digest
 
 FAKE = Path(__file__).with_name("fakeserver.py")
 
@@ -69,7 +69,7 @@ def recipe(name: str = "fake", serve: dict[str, Any] | None = None, **more: Any)
 
 def make_plan(
     ctx: Context, command: tuple[str, ...], model: str, name: str = "fake", **serve: Any
-) -> tuple[ServePlan, Asked, Recipe]:
+) -> tuple[ServePlan, Requirements, Recipe]:
     """Plan a server with this command."""
     template = {"command": "{{ vars.command | args }}", "vars": {"command": list(command)}}
     wanted = recipe(name, {**serve, **template})
@@ -127,7 +127,7 @@ def asking(ctx: Context, path: str) -> Callable[[Endpoint], Proof]:
     def ask(endpoint: Endpoint) -> Proof:
         import contextlib
 
-        from bakehouse.ports.http import Unreachable
+        from bakehouse.system.http import Unreachable
 
         with contextlib.suppress(Unreachable):
             ctx.http.ask("GET", endpoint.url + path, timeout=5)

@@ -8,10 +8,10 @@ from pathlib import Path
 from bakehouse.context import Context
 from bakehouse.host import HostFacts, read_host
 from bakehouse.lock import ArchivePin, FilePin, Lock
-from bakehouse.places import Places
+from bakehouse.paths import Places
 from bakehouse.plan.build import plan_build
 from bakehouse.plan.types import BuildPlan
-from bakehouse.recipe.model import Recipe
+from bakehouse.recipe.models import Recipe
 from bakehouse.toolchain import Tool, Tools, find_tools
 
 FILES: dict[str, str] = {

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bakehouse.memory.machine import PROFILES
-from bakehouse.serve.guard import GIB, MIB, Alarm, Bounds, Guard, Reading, Sensor
+from bakehouse.memory.machines import PROFILES
+from bakehouse.server.memory_guard import GIB, MIB, Alarm, Bounds, Guard, Reading, Sensor
 
 TOTAL = PROFILES["gb10"].total
 IDLE, LOADED, LOADING_S = 117.7, 13.5, 85.0

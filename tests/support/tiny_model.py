@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bakehouse.ports.clock import Clock, RealClock
-from bakehouse.ports.http import Reply, Unreachable
 from bakehouse.progress import Progress, Silent
+from bakehouse.system.clock import Clock, RealClock
+from bakehouse.system.http import Reply, Unreachable
 
 WORDS = (" the", " boat", " comes", " in", " and", " leaves", " again", ".")
 BEST, SECOND = -0.1, -2.4

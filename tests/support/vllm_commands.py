@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from bakehouse.engines.engine import engine_of
+from bakehouse.engines.base import engine_of
 from bakehouse.errors import RecipeError
 from bakehouse.lock import FilePin, Lock, WeightPin
-from bakehouse.recipe.faults import Origin
-from bakehouse.recipe.model import Recipe
+from bakehouse.recipe.models import Recipe
+from bakehouse.recipe.types import Origin
 
 GOOD = ("vllm", "serve", "/weights/model", "--max-model-len", "2k")
 

@@ -9,10 +9,9 @@ from typing import Any
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError
 from bakehouse.lock import Lock, WeightPin
-from bakehouse.recipe.load import Loaded
-from bakehouse.recipe.weights import WeightPaths
-from bakehouse.sources.pinning import pin_weights
-from bakehouse.sources.weights import ensure, locate
+from bakehouse.recipe.loader import LoadedRecipe
+from bakehouse.recipe.models import WeightPaths
+from bakehouse.sources.weights import ensure, locate, pin_weights
 from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
 from tests.support.recipes import make_loaded
 
@@ -34,13 +33,13 @@ def lock_of(pin: WeightPin) -> Lock:
     return Lock(recipe="test", engine="llama.cpp", wants="", weights={"model": pin})
 
 
-def pinned(ctx: Context, folder: Path, **weights: Any) -> tuple[Loaded, Lock]:
+def pinned(ctx: Context, folder: Path, **weights: Any) -> tuple[LoadedRecipe, Lock]:
     """Pin a recipe's model only: what the rest is made of does not matter here."""
     loaded = make_loaded(folder, weights={"model": weights})
     return loaded, lock_of(pin_weights(ctx, loaded.folder, "model", loaded.recipe.weights.model))
 
 
-def have(ctx: Context, loaded: Loaded, lock: Lock) -> WeightPaths:
+def have(ctx: Context, loaded: LoadedRecipe, lock: Lock) -> WeightPaths:
     """Fetch a model, to where `locate` says that it will be."""
     located = locate(ctx.places, loaded.folder, loaded.recipe, lock)
     assert ensure(ctx, loaded, lock) == located

@@ -9,8 +9,8 @@ import pytest
 
 from bakehouse.context import Context
 from bakehouse.errors import UsageError
-from bakehouse.ports.http import Unreachable, _next_hop, is_loopback, web_fault
-from bakehouse.sources.upstream import SETTING, host_of
+from bakehouse.patches.fetch import SETTING, host_of
+from bakehouse.system.http import Unreachable, _next_hop, is_loopback, web_fault
 
 WRONG = {
     "ftp://127.0.0.1/x": "unsupported scheme 'ftp'",

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from bakehouse.checks import Check, Verdict, not_passed
-from bakehouse.engines.configured import CacheEntry, Compiler, Configured, Expected, Target
-from bakehouse.engines.llamacpp.accept import RULES
+from bakehouse.engines.base import CacheEntry, Compiler, Configured, Expected, Target
+from bakehouse.engines.llamacpp.cmake import RULES
+from bakehouse.models import Check, Verdict, not_passed
 
 LOG = (
     "-- The C compiler identification is GNU 12.2.0",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bakehouse.build.first import first_build_error, first_cmake_error
+from bakehouse.build.error_parser import first_build_error, first_cmake_error
 
 HEAD = ["[1/9 0.1] Building C object a.o", "FAILED: x.o ", "/usr/bin/c++ -c /w/src/x.cpp"]
 TAIL = [

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.build.ninja import NinjaWatch
-from bakehouse.build.steps import judge_version
-from bakehouse.build.work import moved
-from bakehouse.checks import Verdict
+from bakehouse.build.builder import judge_version, moved
+from bakehouse.build.error_parser import NinjaWatch
+from bakehouse.cuda.elf import NotElf, read_dynamic
 from bakehouse.engines.llamacpp.cmake import git_stand_in
+from bakehouse.models import Verdict
 from bakehouse.plan.build import plan_build
-from bakehouse.ports.process import Captured
-from bakehouse.toolkit.embedded import NotElf, read_dynamic
+from bakehouse.system.process import Captured
 from tests.support.small_engine import FAKE_HOST, FAKE_PLACES, FAKE_TOOLS, small_lock, small_recipe
 
 

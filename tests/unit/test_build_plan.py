@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from bakehouse.base import to_json
 from bakehouse.engines.llamacpp.cmake import FORCED, OURS, Extra
 from bakehouse.errors import HostError, RecipeError
-from bakehouse.places import Places
+from bakehouse.models import to_json
+from bakehouse.paths import Places
 from bakehouse.plan.build import plan_build
 from bakehouse.plan.types import BuildPlan
 from tests.support.small_engine import (

@@ -16,11 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bakehouse.checkpoints import gguf as gguf_module
-from bakehouse.checkpoints.files import join_gguf, read_path, read_paths
-from bakehouse.checkpoints.gguf import Array, read_gguf
+from bakehouse.checkpoints.checkpoint import join_gguf, read_path, read_paths
+from bakehouse.checkpoints.gguf import GGML_TYPES, Array, read_gguf
+from bakehouse.checkpoints.model_shape import Layer, LayerKind, Vision
 from bakehouse.checkpoints.reader import BytesSource, FileSource
-from bakehouse.checkpoints.shape import Layer, LayerKind, Vision
-from bakehouse.checkpoints.tensors import GGML_TYPES
 from bakehouse.errors import CheckpointError, NotFound
 from tests.support.checkpoints import explained, f32, gguf_bytes, llama_metadata, text, write
 from tests.support.projector import PATCH, PIXELS, TEXT, WIDTH, write_projector

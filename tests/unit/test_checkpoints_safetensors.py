@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from bakehouse.checkpoints.files import INDEX, read_path
+from bakehouse.checkpoints.checkpoint import INDEX, read_path
 from bakehouse.checkpoints.reader import BytesSource
 from bakehouse.checkpoints.safetensors import SafetensorsHeader, read_safetensors
 from bakehouse.errors import CheckpointError, NotFound

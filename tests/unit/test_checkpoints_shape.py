@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakehouse.checkpoints.files import read_path
-from bakehouse.checkpoints.gguf_shape import gguf_shape
-from bakehouse.checkpoints.hf_shape import hf_shape, parse_config
-from bakehouse.checkpoints.shape import Layer, LayerKind, Vision
+from bakehouse.checkpoints.checkpoint import read_path
+from bakehouse.checkpoints.hf_config import hf_shape, parse_config
+from bakehouse.checkpoints.model_shape import Layer, LayerKind, Vision, gguf_shape
 from bakehouse.errors import CheckpointError
 from tests.support.checkpoints import explained, llama_metadata, safetensors_bytes, write
 

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 from bakehouse import errors
-from bakehouse.checks import check
 from bakehouse.cli import main, make_options
-from bakehouse.context import Context
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import BakehouseError, Fault, RecipeError, UsageError
-from bakehouse.outcome import Outcome
-from bakehouse.records.store import Run
+from bakehouse.models import check
+from bakehouse.runs.store import Run
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyz"
 CHECK = check("offload", "33/33", "0/33", "server.log:7", ok=False)

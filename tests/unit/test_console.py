@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from contextlib import suppress
 
-from bakehouse.checks import check
 from bakehouse.console import (
     PlainProgress,
     RichProgress,
@@ -14,6 +13,7 @@ from bakehouse.console import (
     make_progress,
     wants_colour,
 )
+from bakehouse.models import check
 from bakehouse.redact import Redactor
 from bakehouse.util.text import quantity
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bakehouse.ports.docker import ContainerFacts, Happening, happening
-from bakehouse.ports.docker_engine import Layers
-from bakehouse.serve.container import ContainerExit
-from bakehouse.serve.state import LOST
+from bakehouse.server.container_follower import ContainerExit
+from bakehouse.server.state import LOST
+from bakehouse.system.docker.client import Layers
+from bakehouse.system.docker.models import ContainerFacts, Happening, happening
 
 STARTED = "2026-01-01T00:00:00Z"
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from bakehouse.errors import BakehouseError
-from bakehouse.ports import docker_engine
-from bakehouse.ports.docker_engine import RealDocker
+from bakehouse.system.docker import client
+from bakehouse.system.docker.client import DockerClient
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def never(*_: object) -> None:
 
 def asked(**env: str) -> BakehouseError:
     with pytest.raises(BakehouseError) as caught:
-        RealDocker({"HOME": "/nowhere", **env}).facts()
+        DockerClient({"HOME": "/nowhere", **env}).facts()
     assert caught.value.exit_code == 9
     assert caught.value.hint
     return caught.value
@@ -52,7 +52,7 @@ def test_docker_host_is_checked_before_connecting(monkeypatch: pytest.MonkeyPatc
         "tcp://user:secret@[::1",
     ]
     for host in rows:
-        monkeypatch.setattr(docker_engine, "connect", never)
+        monkeypatch.setattr(client, "connect", never)
         error = asked(DOCKER_HOST=host)
         assert (error.id, error.where) == ("docker-host", "DOCKER_HOST")
         assert "secret" not in f"{error.what} {error.hint}"
@@ -76,7 +76,7 @@ def test_docker_socket_without_listener(short: Path) -> None:
 
 @pytest.mark.parametrize("way", ["accepts", "never-accepts", "full"])
 def test_docker_engine_that_hangs(short: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(docker_engine, "PING_S", 1)
+    monkeypatch.setattr(client, "PING_S", 1)
     held: list[socket.socket] = []
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(f"{short}/sock")
@@ -95,12 +95,12 @@ def test_docker_engine_that_hangs(short: Path, monkeypatch: pytest.MonkeyPatch, 
         error = asked(DOCKER_HOST=f"unix://{short}/sock")
         assert (error.id, time.monotonic() - began < 15) == ("docker-timeout", True)
         # Remembered for a moment: nobody knocks again.
-        monkeypatch.setattr(docker_engine, "REMEMBERED_S", 60.0)
-        monkeypatch.setattr(docker_engine, "connect", never)
+        monkeypatch.setattr(client, "REMEMBERED_S", 60.0)
+        monkeypatch.setattr(client, "connect", never)
         assert asked(DOCKER_HOST=f"unix://{short}/sock").id == "docker-timeout"
     for each in held:
         each.close()
-    docker_engine._silent.clear()
+    client._silent.clear()
 
 
 def test_docker_host_unknown_or_port_closed() -> None:
@@ -149,7 +149,7 @@ def test_docker_socket_without_permission(short: Path, *, folder_open: bool) -> 
         one.listen(5)
         os.chmod(f"{short}/sock", 0o660)
         short.chmod(0o755 if folder_open else 0o700)
-        RealDocker({"HOME": "/nowhere", "DOCKER_HOST": "tcp://127.0.0.1:1"})
+        DockerClient({"HOME": "/nowhere", "DOCKER_HOST": "tcp://127.0.0.1:1"})
         assert asked(DOCKER_HOST="tcp://127.0.0.1:1")  # all that is imported is, by now
         read, write = os.pipe()
         child = os.fork()

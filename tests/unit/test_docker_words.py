@@ -11,11 +11,15 @@ from pydantic import ValidationError
 
 from bakehouse.build.image import ImageFile, tree_digest
 from bakehouse.build.image_overlay import refuse_compiled
-from bakehouse.engines.configured import Configured
+from bakehouse.engines.base import Configured
 from bakehouse.errors import BuildFailed, HostError, UsageError
 from bakehouse.lock import ImagePin, Lock
 from bakehouse.plan.image import definitions_of, expected_of, plan_image_build, render
-from bakehouse.ports.docker import (
+from bakehouse.recipe.models import Build, Container, Recipe
+from bakehouse.recipe.types import parse
+from bakehouse.system.docker.client import DEFAULT, find_endpoint, registry_of
+from bakehouse.system.docker.errors import explain, unreachable
+from bakehouse.system.docker.models import (
     ContainerSpec,
     Mount,
     Published,
@@ -24,10 +28,6 @@ from bakehouse.ports.docker import (
     engine_facts,
     gpu_request,
 )
-from bakehouse.ports.docker_engine import DEFAULT, find_endpoint, registry_of
-from bakehouse.ports.docker_errors import explain, unreachable
-from bakehouse.recipe.model import Build, Container, Recipe
-from bakehouse.recipe.references import parse
 from tests.support.file_trees import differences
 from tests.support.recipes import recipe_data
 from tests.support.small_engine import FAKE_HOST, small_lock

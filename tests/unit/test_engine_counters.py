@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bakehouse.engines.counters import Counters, read_counters, samples
+from bakehouse.engines.base import Counters, read_counters, samples
 
 LLAMACPP = """\
 # HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.

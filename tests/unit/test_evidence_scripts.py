@@ -10,7 +10,7 @@ import pytest
 
 from bakehouse.errors import Fault, RecipeError
 from bakehouse.preflight import rules
-from bakehouse.recipe.load import load
+from bakehouse.recipe.loader import load
 from scripts.evidence import images_machine, images_recipes, images_report, report
 from scripts.evidence.carry import pack, receive
 from scripts.evidence.images_machine import StandIns

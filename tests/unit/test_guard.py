@@ -9,9 +9,19 @@ from pathlib import Path
 import pytest
 
 from bakehouse.commands.serve import guard_bounds
-from bakehouse.memory.machine import PROFILES, named_machine
-from bakehouse.recipe.guard import MemoryGuard
-from bakehouse.serve.guard import FAST_S, GIB, MIB, SLOW_S, Alarm, Bounds, Guard, Reading, Sensor
+from bakehouse.memory.machines import PROFILES, named_machine
+from bakehouse.recipe.models import MemoryGuard
+from bakehouse.server.memory_guard import (
+    FAST_S,
+    GIB,
+    MIB,
+    SLOW_S,
+    Alarm,
+    Bounds,
+    Guard,
+    Reading,
+    Sensor,
+)
 from tests.support.checkpoints import write
 
 BOUNDS = Bounds(warn=4 * GIB, stop=GIB, stall=0.25, swap=64 * MIB)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.serve.guard import GIB, Alarm, Bounds, Guard, Reading
-from bakehouse.serve.keeper import MEMORY_GRACE_S
+from bakehouse.server.memory_guard import GIB, Alarm, Bounds, Guard, Reading
+from bakehouse.server.supervisor import MEMORY_GRACE_S
 from tests.support.spark import COURSES, LOADED, TOTAL, Event, falling, play
 
 SPARK = Bounds.usual(TOTAL, unified=True)

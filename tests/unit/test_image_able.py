@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.build.able import require_capabilities
-from bakehouse.checks import Verdict
-from bakehouse.engines.vllm import question
-from bakehouse.engines.vllm.able import (
+from bakehouse.engines.vllm.image_probe import (
     ImageCapabilities,
     RequiredCapabilities,
     Unreadable,
@@ -21,10 +18,13 @@ from bakehouse.engines.vllm.able import (
     names_of,
     nearest,
     parse,
+    require_capabilities,
     required_capabilities,
 )
+from bakehouse.engines.vllm.scripts import query_capabilities
 from bakehouse.errors import BuildFailed
-from bakehouse.recipe.model import Recipe
+from bakehouse.models import Verdict
+from bakehouse.recipe.models import Recipe
 from tests.support.recipes import recipe_data
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "images" / "vllm-0.32-able.json"
@@ -195,7 +195,7 @@ def test_required_capabilities_of_a_command() -> None:
 
 
 def test_query_script_answers_without_vllm() -> None:
-    argv = [sys.executable, "-I", "-c", Path(question.__file__).read_text(), "MARK"]
+    argv = [sys.executable, "-I", "-c", Path(query_capabilities.__file__).read_text(), "MARK"]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
     able = parse(done.stdout, "MARK")
     assert able.architectures is None
@@ -230,7 +230,7 @@ def test_query_script_reads_vllms_registries(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    text = Path(question.__file__).read_text()
+    text = Path(query_capabilities.__file__).read_text()
     argv = [sys.executable, "-c", text, "MARK", "A", "B", "I", "Z"]
     env = {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60, env=env)

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from bakehouse.serve import launch
-from bakehouse.serve.keeper import Supervisor
-from bakehouse.serve.launch import start_supervisor
-from bakehouse.serve.state import SupervisorInput
+from bakehouse.server import launcher
+from bakehouse.server.launcher import start_supervisor
+from bakehouse.server.state import SupervisorInput
+from bakehouse.server.supervisor import Supervisor
 
 
 def test_supervisor_can_import_what_we_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def test_supervisor_can_import_what_we_can(tmp_path: Path, monkeypatch: pytest.M
     start_supervisor(tmp_path, cast(SupervisorInput, SimpleNamespace(to_json=lambda: "{}"))).close()
     found = seen["PYTHONPATH"].split(":")
     assert str(tmp_path / "site") in found
-    assert found[0] == str(Path(launch.__file__).resolve().parents[2])
+    assert found[0] == str(Path(launcher.__file__).resolve().parents[2])
 
 
 def test_supervisor_reports_once_that_a_log_cannot_be_scanned(

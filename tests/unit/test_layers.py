@@ -37,19 +37,6 @@ LAYERS = """
 """
 """Packages and top modules from the lowest layer to the highest; those of a line are peers."""
 
-OLD_NAMES = {
-    "base": "models", "atomic": "util", "checks": "models", "places": "paths", "ports": "system",
-    "logs": "debug_log", "outcome": "context", "records": "runs", "signatures": "logscan",
-    "elf": "cuda", "toolkit": "cuda", "resolve": "resolver", "serve": "server",
-}  # fmt: skip
-"""Names that are still to be replaced."""
-TO_MOVE = (
-    "engines/vllm/able.py", "engines/vllm/asks.py", "patches/for_run.py", "patches/generation.py",
-    "patches/measure.py", "patches/tried.py", "sources/fitting.py", "sources/manifests.py",
-    "sources/patches.py",
-)  # fmt: skip
-"""Modules that are still to be moved to the package that they belong to."""
-
 
 def layers() -> dict[str, int]:
     """Return the number of each package's layer."""
@@ -63,8 +50,7 @@ def module_of(path: Path) -> str:
 
 
 def package_of(module: str) -> str:
-    name = module.split(".")[1] if "." in module else ""
-    return OLD_NAMES.get(name, name)
+    return module.split(".")[1] if "." in module else ""
 
 
 MODULES = {module_of(p) for p in FILES}
@@ -97,8 +83,6 @@ def test_layers_import_only_what_is_above() -> None:
     order, wrong = layers(), []
     for path in FILES:
         own = package_of(module_of(path))
-        if str(path.relative_to(PACKAGE)) in TO_MOVE:
-            continue
         for line, module in imports_of(path):
             other = package_of(module)
             ours = module.split(".")[0] == "bakehouse" and other

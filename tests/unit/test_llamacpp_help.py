@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.checks import Verdict
 from bakehouse.context import Context
-from bakehouse.engines.configured import CudaExpected
-from bakehouse.engines.llamacpp.help import judge_flags, parse_help
+from bakehouse.cuda.toolkit import Requested, Toolkit
+from bakehouse.engines.base import CudaExpected
+from bakehouse.engines.llamacpp.command import judge_flags, parse_help
 from bakehouse.errors import HostError, RecipeError
+from bakehouse.models import Verdict
 from bakehouse.plan.types import BuildPlan, ServePlan
-from bakehouse.ports.process import Captured
-from bakehouse.recipe.faults import Origin
-from bakehouse.serve.able import ask_help, know_flags, see_gpu
-from bakehouse.toolkit.types import Requested, Toolkit
+from bakehouse.recipe.types import Origin
+from bakehouse.server.session import ask_help, check_flags_supported, check_gpu_visible
+from bakehouse.system.process import Captured
 from tests.support.small_engine import small_plan
 
 TEXT = """\
@@ -139,7 +139,7 @@ def test_help_check_reports_a_wrong_flag_at_the_command(tmp_path: Path, context:
     )
     ctx = replace(context, processes=Server(TEXT))  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="does not support the command") as error:
-        know_flags(ctx, build, plan, Origin("r.yaml", 9, 3))
+        check_flags_supported(ctx, build, plan, Origin("r.yaml", 9, 3))
     assert str(error.value.faults[0]).startswith("r.yaml:9:3: serve.command: --draft-max has been")
     assert len(error.value.faults) == 1
     assert error.value.exit_code == 2
@@ -180,11 +180,11 @@ def test_gpu_check_stops_the_launch_if_a_gpu_is_not_seen(
     build, plan = device_plan(context)
     ctx = replace(context, processes=Machine())  # type: ignore[arg-type]
     with pytest.raises(HostError, match="cannot use this machine's GPU") as error:
-        see_gpu(ctx, build, plan, 99)
+        check_gpu_visible(ctx, build, plan, 99)
     assert verdict in error.value.what
     assert error.value.exit_code == 9
-    assert see_gpu(ctx, build, plan, 0) == ()
-    assert see_gpu(ctx, build, plan, None) == ()
+    assert check_gpu_visible(ctx, build, plan, 0) == ()
+    assert check_gpu_visible(ctx, build, plan, None) == ()
 
 
 def test_gpu_check_is_unknown_without_a_driver_tool(context: Context) -> None:
@@ -197,5 +197,5 @@ def test_gpu_check_is_unknown_without_a_driver_tool(context: Context) -> None:
 
     build, plan = device_plan(context)
     ctx = replace(context, processes=Machine())  # type: ignore[arg-type]
-    (one,) = see_gpu(ctx, build, plan, 99)
+    (one,) = check_gpu_visible(ctx, build, plan, 99)
     assert one.verdict is Verdict.UNKNOWN

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from bakehouse.errors import NotFound, RecipeError
-from bakehouse.patches.manifest import Manifest, PatchVerdict, TouchedFile
-from bakehouse.sources.manifests import (
+from bakehouse.patches.manifest import (
+    Manifest,
+    PatchVerdict,
+    TouchedFile,
     find_manifest,
     manifest_path,
     patches_folder,

@@ -9,27 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.checkpoints.files import read_path
-from bakehouse.checkpoints.gguf_shape import gguf_shape
-from bakehouse.checkpoints.shape import ModelShape
-from bakehouse.checkpoints.tensors import Tensor
-from bakehouse.checkpoints.whole import Checkpoint, CheckpointFile
+from bakehouse.checkpoints.checkpoint import Checkpoint, CheckpointFile, read_path
+from bakehouse.checkpoints.gguf import Tensor
+from bakehouse.checkpoints.model_shape import ModelShape, gguf_shape
 from bakehouse.errors import UsageError
 from bakehouse.host import Gpu, HostFacts, read_host
-from bakehouse.memory.advice import largest_context, refusal, table
-from bakehouse.memory.budget import make_budget
-from bakehouse.memory.cache import cache_lines
-from bakehouse.memory.demand import Demand, demand_of
-from bakehouse.memory.machine import (
-    PROFILES,
-    Machine,
-    named_machine,
-    this_machine,
-)
-from bakehouse.memory.types import GIB, Basis, Budget, Pool
-from bakehouse.memory.weight import Weight
-from bakehouse.recipe.memory import Measured
-from bakehouse.recipe.model import Recipe
+from bakehouse.memory.budget import Weight, make_budget
+from bakehouse.memory.fit import largest_context, refusal, table
+from bakehouse.memory.machines import PROFILES, Machine, named_machine, this_machine
+from bakehouse.memory.requirements import GIB, Basis, Budget, Demand, Pool, cache_lines, demand_of
+from bakehouse.recipe.models import Measured, Recipe
 from tests.support.checkpoints import f32, gguf_bytes, llama_metadata, write
 
 GB10 = PROFILES["gb10"]

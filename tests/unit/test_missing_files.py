@@ -10,8 +10,8 @@ import pytest
 
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, NotFound
-from bakehouse.recipe.load import find
-from bakehouse.sources.patches import read_patch
+from bakehouse.patches.apply import read_patch
+from bakehouse.recipe.loader import find
 
 RECIPES = ("show", "check", "lock", "plan", "fetch", "build", "serve", "status", "logs", "stop",
            "probe", "watch", "fit")  # fmt: skip
@@ -84,7 +84,7 @@ def test_a_patch_that_a_recipe_names_is_not_found_either(tmp_path: Path) -> None
 
 
 def test_a_patch_for_one_run_is_named(context: Context) -> None:
-    from bakehouse.sources.manifests import manifest_path, patches_folder, read_manifest
+    from bakehouse.patches.manifest import manifest_path, patches_folder, read_manifest
 
     path = manifest_path(patches_folder(context.recipes), "ggml-org/llama.cpp", "4711")
     with pytest.raises(NotFound, match="patch '4711' not found"):

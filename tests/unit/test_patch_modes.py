@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from bakehouse.commands.patch import Options, run
-from bakehouse.context import Context
+from bakehouse.context import Context, Outcome
 from bakehouse.errors import UsageError
-from bakehouse.outcome import Outcome
 
 HUNK = "--- a/{0}\n+++ b/{0}\n@@ -1 +1 @@\n-a\n+b\n"
 CASES = {

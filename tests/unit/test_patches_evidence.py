@@ -13,9 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bakehouse.context import Context
-from bakehouse.patches.judge import LogReport
-from bakehouse.patches.kinds import Kind, contrast, tail
-from bakehouse.patches.measure import (
+from bakehouse.patch_review.benchmark import (
     Item,
     Measure,
     Workload,
@@ -25,11 +23,12 @@ from bakehouse.patches.measure import (
     read_log,
     side_of,
 )
-from bakehouse.ports.http import Reply, Unreachable
-from bakehouse.probe.reply import Told
-from bakehouse.probe.talk import Talk
-from bakehouse.probe.types import Known
-from bakehouse.recipe.gate import Probe, Request
+from bakehouse.patch_review.log_diff import Kind, contrast, tail
+from bakehouse.patch_review.verdict import LogReport
+from bakehouse.probe.client import Client, JsonResponse
+from bakehouse.probe.models import ServedModel
+from bakehouse.recipe.models import Probe, Request
+from bakehouse.system.http import Reply, Unreachable
 from tests.support.scripted import Scripted, endpoint
 
 PATTERN = r"llama_decode\[\d\] returned -?\d+"
@@ -65,15 +64,17 @@ def test_benchmark_answer_is_read_with_its_timings() -> None:
     item = Item("prose", "completion")
     choice = {"choices": [{"text": "x"}], "usage": {"completion_tokens": 5}}
     timings = {"predicted_n": 7, "predicted_ms": 350.0, "draft_n": 4, "draft_n_accepted": 3}
-    found = read_answer(item, Told({**choice, "timings": timings}, seconds=9.0))
+    found = read_answer(item, JsonResponse({**choice, "timings": timings}, seconds=9.0))
     assert (found.tokens, found.seconds, found.drafted, found.accepted) == (7, 0.35, 4, 3)
-    found = read_answer(item, Told(choice, seconds=2.0))
+    found = read_answer(item, JsonResponse(choice, seconds=2.0))
     assert (found.tokens, found.seconds, found.drafted) == (5, 2.0, None)
     found = read_answer(
-        item, Told({**choice, "timings": {"predicted_ms": "soon", "draft_n": True}})
+        item, JsonResponse({**choice, "timings": {"predicted_ms": "soon", "draft_n": True}})
     )
     assert (found.tokens, found.seconds, found.drafted) == (None, None, 0)
-    assert read_answer(item, Told(problem="HTTP 500", http_status=500)).problem == "HTTP 500"
+    assert (
+        read_answer(item, JsonResponse(problem="HTTP 500", http_status=500)).problem == "HTTP 500"
+    )
 
 
 @given(st.lists(st.sampled_from(LINES), max_size=30))
@@ -101,7 +102,7 @@ def test_benchmark_requests_are_equal_and_greedy(engine: str) -> None:
     asked = Scripted(answer)
     wanted = items(vision=True)
     said = generate(
-        Talk(asked, endpoint(engine)), Request(reasoning_effort="low"), wanted, 40, rounds=2
+        Client(asked, endpoint(engine)), Request(reasoning_effort="low"), wanted, 40, rounds=2
     )
     assert [[s.item for s in each] for each in said] == [[i.name for i in wanted]] * 2
     assert {s.text for s in said[0]} == {"let me see\n\na harbour", "a boat"}
@@ -116,7 +117,7 @@ def test_benchmark_requests_are_equal_and_greedy(engine: str) -> None:
 
 def test_benchmark_ends_if_the_server_is_gone() -> None:
     said = generate(
-        Talk(Scripted(lambda *_: Unreachable("connection refused", refused=True)), endpoint()),
+        Client(Scripted(lambda *_: Unreachable("connection refused", refused=True)), endpoint()),
         Request(), items(), 40,
     )  # fmt: skip
     assert len(said) == 1
@@ -143,7 +144,7 @@ def test_benchmark_drafts_by_counters() -> None:
 
     what = Workload(Probe(), items(), 20, rounds=1)
     heard = Measure(cast(Context, Counting(answer)), what, speed_only=True)
-    proof = heard(endpoint("vllm"), cast(Known, None))
+    proof = heard(endpoint("vllm"), cast(ServedModel, None))
     assert proof.passed
     assert heard.counted == (300, 180)
     one = side_of("with", "b", heard, Path("server.log"), LogReport(), None)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakehouse.checks import Verdict, not_passed
 from bakehouse.lock import ArchivePin, FilePin, Lock, PatchPin
-from bakehouse.patches.judge import (
+from bakehouse.models import Verdict, not_passed
+from bakehouse.patch_review.log_diff import kinds_of
+from bakehouse.patch_review.verdict import (
     Conclusion,
     GeneratedAnswer,
     SevereFinding,
@@ -24,9 +25,8 @@ from bakehouse.patches.judge import (
     slower,
     speed_of,
 )
-from bakehouse.patches.kinds import kinds_of
 from bakehouse.patches.manifest import Expect
-from bakehouse.records.model import SuiteRecord
+from bakehouse.runs.store import SuiteRecord
 
 QUIET = ["0.00.000.001 I srv  start", *["0.00.000.002 I slot 1 | done"] * 12]
 PLAIN = Expect()

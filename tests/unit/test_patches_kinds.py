@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakehouse.patches import kinds as module
-from bakehouse.patches.kinds import Kinds, contrast, kind_of, kinds_of, read_kinds
+from bakehouse.logscan.scanner import without_colours
+from bakehouse.patch_review import log_diff
+from bakehouse.patch_review.log_diff import Kinds, contrast, kind_of, kinds_of, read_kinds
 from bakehouse.redact import clean
-from bakehouse.signatures.text import without_colours
 
 LOGS = Path(__file__).resolve().parents[1] / "data" / "logs"
 
@@ -140,7 +140,7 @@ def test_log_kinds_do_not_depend_on_the_pieces(lines: list[str], step: int) -> N
 @given(st.lists(WORDS, max_size=30))
 def test_log_kinds_count_each_line_once(lines: list[str]) -> None:
     found = kinds_of(lines)
-    said = [line for line in lines if module.outline(without_colours(line.encode())).strip()]
+    said = [line for line in lines if log_diff.outline(without_colours(line.encode())).strip()]
     assert sum(k.count for k in found) == len(said)
     assert len({(k.level, k.text) for k in found}) == len(found)
 
@@ -170,8 +170,8 @@ def test_log_kinds_of_any_bytes_are_printable(data: bytes) -> None:
 
 
 def test_log_kinds_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_KINDS", 50)
-    monkeypatch.setattr(module, "_REMEMBERED", 1 << 16)
+    monkeypatch.setattr(log_diff, "MOST_KINDS", 50)
+    monkeypatch.setattr(log_diff, "_REMEMBERED", 1 << 16)
     letters = "abcdefghij"
     names = [a + b + c + d for a in letters for b in letters for c in letters for d in letters]
     counted = Kinds()

@@ -11,8 +11,8 @@ from bakehouse.context import Context
 from bakehouse.lock import FilePin, Lock, WeightPin
 from bakehouse.plan.serve import described, plan_serve
 from bakehouse.plan.types import ServePlan
-from bakehouse.recipe.faults import Origin
-from bakehouse.recipe.model import Recipe
+from bakehouse.recipe.models import Recipe
+from bakehouse.recipe.types import Origin
 from tests.support.serving import Files
 
 COMMANDS = {

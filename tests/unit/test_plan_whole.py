@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.base import to_json
-from bakehouse.commands.planned import build_lines, serve_lines, step_lines
+from bakehouse.commands.plan import build_lines, serve_lines, step_lines
 from bakehouse.context import Context
 from bakehouse.engines.llamacpp.cmake import NOTHING
 from bakehouse.errors import RecipeError
 from bakehouse.lock import FilePin, ImagePin, Lock, PatchPin, WeightPin
+from bakehouse.models import to_json
 from bakehouse.plan.image import plan_image, plan_image_build
+from bakehouse.plan.planner import HostEnvironment, inspect_host, make_plan
 from bakehouse.plan.types import Plan, Step
-from bakehouse.plan.whole import Here, make_plan, survey
-from bakehouse.recipe.faults import Origin
-from bakehouse.recipe.load import Loaded
-from bakehouse.recipe.model import Recipe
+from bakehouse.recipe.loader import LoadedRecipe
+from bakehouse.recipe.models import Recipe
+from bakehouse.recipe.types import Origin
 from tests.support.recipes import recipe_data
 from tests.support.small_engine import (
     FAKE_HOST,
@@ -33,12 +33,12 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 FILE = Path("/home/u/recipes/small.yaml")
 
 
-def loaded(recipe: Recipe) -> Loaded:
+def loaded(recipe: Recipe) -> LoadedRecipe:
     places: dict[tuple[str | int, ...], Origin] = {
         ("serve", "command"): Origin(str(FILE), 12, 12),
         ("build", "cmake", "GIT_EXE"): Origin(str(FILE), 8, 14),
     }
-    return Loaded(recipe, FILE, (FILE,), places, ())
+    return LoadedRecipe(recipe, FILE, (FILE,), places, ())
 
 
 def lock() -> Lock:
@@ -54,7 +54,7 @@ def plan() -> Plan:
         update={"command": "{{ server }} -m {{ weights.model.first }} --note 'two words'"}
     )
     recipe = recipe.model_copy(update={"serve": serve})
-    here = Here(FAKE_TOOLS, FAKE_HOST, recipe, NOTHING)
+    here = HostEnvironment(FAKE_TOOLS, FAKE_HOST, recipe, NOTHING)
     return make_plan(loaded(recipe), lock(), here, FAKE_PLACES)[0]
 
 
@@ -91,7 +91,12 @@ def test_plan_text_has_no_control_characters() -> None:
 def test_plan_names_the_line_of_a_refused_definition() -> None:
     recipe = small_recipe({"GIT_EXE": "git"})
     with pytest.raises(RecipeError) as caught:
-        make_plan(loaded(recipe), lock(), Here(FAKE_TOOLS, FAKE_HOST, recipe, NOTHING), FAKE_PLACES)
+        make_plan(
+            loaded(recipe),
+            lock(),
+            HostEnvironment(FAKE_TOOLS, FAKE_HOST, recipe, NOTHING),
+            FAKE_PLACES,
+        )
     assert (caught.value.where or "").startswith(f"{FILE}:8:14: build.cmake.GIT_EXE: ")
 
 
@@ -140,4 +145,4 @@ def test_survey_for_an_image_needs_no_tools(context: Context) -> None:
         **small_recipe().to_data(), "engine": "vllm", "source": None, "build": None,
         "image": {"ref": {"x86_64": "vllm/vllm-openai:v1", "aarch64": "vllm/vllm-openai:v1"}},
     }  # fmt: skip
-    assert survey(context, Recipe.model_validate(data), lock()).tools is None
+    assert inspect_host(context, Recipe.model_validate(data), lock()).tools is None

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from bakehouse.checks import Verdict
 from bakehouse.commands import build, check, fetch, lock, plan, serve
 from bakehouse.context import Context
 from bakehouse.errors import RecipeError
-from bakehouse.preflight.combinations import (
-    faults,
+from bakehouse.models import Verdict
+from bakehouse.preflight.rules import (
     known_bad,
-    load_good,
+    known_bad_faults,
+    load_and_check,
     note,
     refuse,
     types_on_disk,
     warnings,
 )
-from bakehouse.recipe.load import load
+from bakehouse.recipe.loader import load
 from tests.support.checkpoints import Entry, gguf_bytes, llama_metadata
 from tests.support.recipes import recipe_data as data
 from tests.support.recipes import write_recipe
@@ -99,7 +99,7 @@ def test_what_is_acknowledged_passes_with_its_reason(context: Context, tmp_path:
     assert outcome.exit == 0
     assert "acknowledged: cuda-13.2-iq: " in outcome.text
     assert "measured: the tensors are patched" in outcome.text
-    loaded = load_good(tmp_path / "test.yaml")
+    loaded = load_and_check(tmp_path / "test.yaml")
     said: list[tuple[str, object]] = []
 
     class Record:
@@ -131,7 +131,7 @@ def test_a_header_says_more_than_a_name(context: Context, tmp_path: Path) -> Non
     model.write_bytes(gguf_bytes(llama_metadata(), mixed))
     found = known_bad(loaded, types=types_on_disk([[str(model)]]))
     assert [c.verdict for c in found] == [Verdict.FAILED]
-    assert faults(loaded, found)[0].line
+    assert known_bad_faults(loaded, found)[0].line
     model.write_bytes(good[:40])
     assert types_on_disk([[str(model)], [], [str(tmp_path / "none")]]) == frozenset()
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bakehouse.checks import Verdict
 from bakehouse.errors import RecipeError
+from bakehouse.models import Verdict
 from bakehouse.preflight.known_bad import (
     Row,
     Situation,
@@ -21,8 +21,8 @@ from bakehouse.preflight.known_bad import (
     situation_of,
 )
 from bakehouse.preflight.rules import PROJECTOR_RULE, faults, require, rule_conflicts
-from bakehouse.recipe.load import load
-from bakehouse.recipe.model import Recipe
+from bakehouse.recipe.loader import load
+from bakehouse.recipe.models import Recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GLM = ("glm-text", "glm-text-32k", "glm-vision", "glm-vision-32k")

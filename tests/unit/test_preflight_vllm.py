@@ -9,24 +9,23 @@ from typing import Any
 import pytest
 
 from bakehouse import cli
-from bakehouse.checkpoints.shape import ModelShape
-from bakehouse.checkpoints.tensors import Tensor
-from bakehouse.checkpoints.whole import Checkpoint, CheckpointFile
-from bakehouse.engines.vllm import flags
-from bakehouse.preflight import vllm
-from bakehouse.preflight.combinations import types_in
+from bakehouse.checkpoints.checkpoint import Checkpoint, CheckpointFile
+from bakehouse.checkpoints.gguf import Tensor
+from bakehouse.checkpoints.model_shape import ModelShape
+from bakehouse.engines.vllm import arguments, engine
 from bakehouse.preflight.known_bad import judge, situation_of
-from bakehouse.recipe.faults import Origin
-from bakehouse.recipe.load import load, names
+from bakehouse.preflight.rules import types_in
+from bakehouse.recipe.loader import load, names
 from bakehouse.recipe.template import render, trial_variables
+from bakehouse.recipe.types import Origin
 from tests.support.vllm_commands import vllm_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 def said(*argv: str, **over: Any) -> str:
-    command = flags.read(("vllm", "serve", "/weights/model", *argv))
-    return "\n".join(c.message for c in vllm.conflicts(vllm_recipe(**over), command))
+    command = arguments.read(("vllm", "serve", "/weights/model", *argv))
+    return "\n".join(c.message for c in engine.conflicts(vllm_recipe(**over), command))
 
 
 def drafts(tokens: int, method: str = "dflash") -> tuple[str, str]:

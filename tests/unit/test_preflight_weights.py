@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bakehouse.checks import Check
+from bakehouse.models import Check
 from bakehouse.preflight.weights import (
     architectures_in,
     inspect,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakehouse.probe.events import Unended, document_of
+from bakehouse.probe.client import Unended, document_of
 
 KEYS = st.sampled_from(["choices", "delta", "message", "text", "content", "finish_reason", "error"])
 JSON = st.recursive(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from bakehouse.probe.reply import Said
+from bakehouse.probe.client import Completion
+from bakehouse.probe.models import Endpoint, SuiteInput, SuiteProof
 from bakehouse.probe.suites.fluency import BEGUN, SPARE, TASKS, Wrote, judge
-from bakehouse.probe.types import Endpoint, Given, SuiteProof
-from bakehouse.recipe.gate import Fluency, Probe
+from bakehouse.recipe.models import Fluency, Probe
 
 GOOD = (
     "Bread is made from flour, water, salt and yeast. The dough rests until it has risen, is "
@@ -19,8 +19,8 @@ BROKEN = ("GGGGGGGGGGGGGGGGGGGGGGGGGGGG", "<|im_start|>assistant The bread is go
 
 
 def judged(*texts: str, wanted: int = 1) -> SuiteProof:
-    said = [Said(text, finish_reason="stop", tokens=64, http_status=200) for text in texts]
-    given = Given(Endpoint("http://x"), Probe(fluency=Fluency(texts=wanted)))
+    said = [Completion(text, finish_reason="stop", tokens=64, http_status=200) for text in texts]
+    given = SuiteInput(Endpoint("http://x"), Probe(fluency=Fluency(texts=wanted)))
     wrote = (Wrote(task, one, 64) for task, one in zip(TASKS, said, strict=False))
     return judge(tuple(wrote), given)
 

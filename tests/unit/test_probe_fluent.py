@@ -7,7 +7,7 @@ import string
 
 import pytest
 
-from bakehouse.probe.fluent import RULES, flaws
+from bakehouse.probe.text_quality import RULES, find_defects
 
 SEEN = {
     "GB10 without its architecture": "????????????????????????????????????????",
@@ -47,7 +47,7 @@ SEEN = {
 
 @pytest.mark.parametrize("text", SEEN.values(), ids=SEEN.keys())
 def test_degenerate_text_is_flagged(text: str) -> None:
-    found = flaws(text)
+    found = find_defects(text)
     assert found
     assert {flaw.id for flaw in found} <= set(RULES)
 
@@ -119,14 +119,14 @@ GOOD = {
 
 @pytest.mark.parametrize("text", GOOD.values(), ids=GOOD.keys())
 def test_good_text_is_not_flagged(text: str) -> None:
-    assert flaws(text) == ()
+    assert find_defects(text) == ()
 
 
 @pytest.mark.parametrize("text", GOOD.values(), ids=GOOD.keys())
 @pytest.mark.parametrize("times", [4, 30])
 def test_good_text_over_and_over_is_flagged(text: str, times: int) -> None:
     if any(c.isalpha() for c in text):
-        assert flaws(f"{text}\n" * times)
+        assert find_defects(f"{text}\n" * times)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -135,9 +135,9 @@ def test_a_loop_of_any_piece_behind_good_text_is_flagged(seed: int) -> None:
     words = ["".join(random_.choices(string.ascii_lowercase, k=random_.randint(2, 8)))
              for _ in range(random_.randint(1, 7))]  # fmt: skip
     loop = f" {' '.join(words)}" * (80 // len(" ".join(words)) + 5)
-    assert flaws(GOOD["paragraph"] + loop)
+    assert find_defects(GOOD["paragraph"] + loop)
 
 
 def test_judging_takes_bounded_time_on_hostile_text() -> None:
     for text in ("a" * 10**6, "ab" * 10**6, "\ufffd" * 10**6, "<|" * 10**6, "`" * 10**6):
-        assert flaws(text)
+        assert find_defects(text)

@@ -6,13 +6,12 @@ import random
 
 import pytest
 
-from bakehouse.checks import Verdict
-from bakehouse.probe.facts import built_in, languages, must_pass, questions
-from bakehouse.probe.judge import gate, judge, overall
-from bakehouse.probe.reply import Said
-from bakehouse.probe.text import holds, normal
-from bakehouse.recipe.gate import BUILT_IN, Facts, Question
-from bakehouse.records.model import Answer
+from bakehouse.models import Verdict
+from bakehouse.probe.answers import built_in, gate, judge, languages, must_pass, overall, questions
+from bakehouse.probe.client import Completion
+from bakehouse.probe.text_quality import holds, normal
+from bakehouse.recipe.models import BUILT_IN, Facts, Question
+from bakehouse.runs.store import Answer
 
 CAPITAL = Question(ask="What is the capital of France?", answers=("Paris",))
 HOT = Question(ask="What is the opposite of hot?", answers=("cold",))
@@ -22,7 +21,7 @@ THREE = (CAPITAL, HOT, SUM)
 
 def verdict(question: Question, content: str, reasoning: str = "", finish: str = "stop") -> str:
     others = [q for q in THREE if q is not question]
-    said = Said(content=content, reasoning=reasoning, finish_reason=finish)
+    said = Completion(content=content, reasoning=reasoning, finish_reason=finish)
     return judge(question, said, others, asked_tokens=64).verdict
 
 
@@ -74,11 +73,15 @@ def test_wrong(question: Question, content: str) -> None:
 
 
 def test_where_the_answer_was_found_is_said() -> None:
-    in_reasoning = judge(CAPITAL, Said(content="Done.", reasoning="Paris", finish_reason="stop"))
+    in_reasoning = judge(
+        CAPITAL, Completion(content="Done.", reasoning="Paris", finish_reason="stop")
+    )
     assert in_reasoning.found_in == "reasoning"
-    in_thought = judge(CAPITAL, Said(content="<think>Paris</think>Done.", finish_reason="stop"))
+    in_thought = judge(
+        CAPITAL, Completion(content="<think>Paris</think>Done.", finish_reason="stop")
+    )
     assert in_thought.found_in == "reasoning"
-    assert judge(CAPITAL, Said(content="Paris")).found_in == "content"
+    assert judge(CAPITAL, Completion(content="Paris")).found_in == "content"
 
 
 def test_raw_thinking_that_was_cut_off_without_an_answer_never_started() -> None:
@@ -90,34 +93,36 @@ def test_raw_thinking_that_was_cut_off_without_an_answer_never_started() -> None
 def test_an_empty_reply_that_ran_out_of_tokens_never_started() -> None:
     assert verdict(CAPITAL, "", "Okay, the user", "length") == "never started"
     assert verdict(CAPITAL, "", "", "length") == "never started"
-    no_reason = Said(content="", tokens=64)
+    no_reason = Completion(content="", tokens=64)
     assert judge(CAPITAL, no_reason, asked_tokens=64).verdict == "never started"
-    assert judge(CAPITAL, Said(content="", tokens=3), asked_tokens=64).verdict == "wrong"
+    assert judge(CAPITAL, Completion(content="", tokens=3), asked_tokens=64).verdict == "wrong"
 
 
 def test_a_problem_is_unanswered_and_named() -> None:
-    judged = judge(CAPITAL, Said(problem="HTTP 500: broken"))
+    judged = judge(CAPITAL, Completion(problem="HTTP 500: broken"))
     assert (judged.verdict, judged.why) == ("unanswered", "HTTP 500: broken")
 
 
 def test_a_plain_completion_is_judged_by_its_first_sentence() -> None:
     sentence = Question(ask="The capital of France is", answers=("Paris",), mode="completion")
-    good = Said(content=" Paris.\n\nThe capital of France is Paris. The capital of France is Par")
-    late = Said(content=" a city. The capital of Italy is Rome. Paris is")
+    good = Completion(
+        content=" Paris.\n\nThe capital of France is Paris. The capital of France is Par"
+    )
+    late = Completion(content=" a city. The capital of Italy is Rome. Paris is")
     assert judge(sentence, good).verdict == "right"
     assert judge(sentence, late).verdict == "wrong"
 
 
 def test_the_answer_and_another_one_beside_it_is_right() -> None:
     german = Question(ask="What is the capital of Germany?", answers=("Berlin",))
-    said = Said(content="Paris. (Berlin is the capital of Germany.)")
+    said = Completion(content="Paris. (Berlin is the capital of Germany.)")
     assert judge(CAPITAL, said, [german]).verdict == "right"
 
 
 def answers_of(suite: tuple[Question, ...], texts: list[str]) -> tuple[Answer, ...]:
     made = []
     for question, text in zip(suite, texts, strict=True):
-        said = Said(content=text, finish_reason="stop")
+        said = Completion(content=text, finish_reason="stop")
         judged = judge(question, said, [q for q in suite if q is not question])
         made.append(
             Answer(

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from bakehouse.checks import Verdict
 from bakehouse.errors import HostError, LockError, NotHealthy
 from bakehouse.lock import FilePin, Lock, WeightPin
-from bakehouse.probe.accept import change, take_golden
+from bakehouse.models import Verdict
 from bakehouse.probe.golden import (
     backend_of,
     golden_path,
@@ -24,16 +23,23 @@ from bakehouse.probe.golden import (
     weights16,
     write_golden,
 )
-from bakehouse.probe.prove import prove
-from bakehouse.probe.score import Scored
+from bakehouse.probe.logprobs import Scored
+from bakehouse.probe.models import (
+    Golden,
+    GoldenPlace,
+    GoldenText,
+    ServedModel,
+    SuiteInput,
+    SuiteProof,
+)
+from bakehouse.probe.runner import change, run_probe, take_golden
 from bakehouse.probe.suites import likelihood, reference
-from bakehouse.probe.types import Given, Golden, GoldenPlace, GoldenText, Known, SuiteProof
-from bakehouse.recipe.gate import Likelihood, Probe
+from bakehouse.recipe.models import Likelihood, Probe
 from tests.support.scripted import Llama, Scripted, endpoint
 from tests.support.serving import recipe
 
 ROOT = Path(__file__).parents[2]
-KNOWN = Known("a" * 16, "f16", "cpu", "same", Path("/golden"))
+KNOWN = ServedModel("a" * 16, "f16", "cpu", "same", Path("/golden"))
 OTHER_BUILD = replace(KNOWN, identity="other")
 OTHER_BACKEND = replace(KNOWN, backend="cuda", identity="other")
 TOKENS = tuple(range(60))
@@ -65,10 +71,13 @@ def golden(of: Mapping[str, Scored] | None = None) -> Golden:
 
 
 def judged(
-    scored: Mapping[str, Scored], known: Known = KNOWN, told: Golden | None = None, **wanted: float
+    scored: Mapping[str, Scored],
+    known: ServedModel = KNOWN,
+    told: Golden | None = None,
+    **wanted: float,
 ) -> SuiteProof:
     probe = Probe(likelihood=Likelihood.model_validate(wanted))
-    return likelihood.judge(scored, Given(endpoint(), probe, known, told or golden()))
+    return likelihood.judge(scored, SuiteInput(endpoint(), probe, known, told or golden()))
 
 
 def failed(proof: SuiteProof) -> set[str]:
@@ -77,9 +86,9 @@ def failed(proof: SuiteProof) -> set[str]:
 
 class TestLikelihood:
     def test_without_a_golden_value_only_the_ceiling_is_asked(self) -> None:
-        proof = likelihood.judge(scores(), Given(endpoint(), Probe(), KNOWN, None))
+        proof = likelihood.judge(scores(), SuiteInput(endpoint(), Probe(), KNOWN, None))
         assert (proof.verdict, proof.good) == ("true (provisional)", True)
-        wrong = likelihood.judge(scores(3.0), Given(endpoint(), Probe(), KNOWN, None))
+        wrong = likelihood.judge(scores(3.0), SuiteInput(endpoint(), Probe(), KNOWN, None))
         assert (wrong.verdict, failed(wrong)) == ("wrong", {""})
 
     def test_golden_values_of_other_texts_say_nothing(self) -> None:
@@ -102,7 +111,7 @@ class TestLikelihood:
     )
     @pytest.mark.parametrize("sign", [1, -1])
     def test_the_bound_is_two_sided_and_goes_by_the_cause_of_noise(
-        self, known: Known, bound: likelihood.Bound, sign: int
+        self, known: ServedModel, bound: likelihood.Bound, sign: int
     ) -> None:
         assert judged(scores(sign * 0.9 * bound.mean), known).good
         beyond = judged(scores(sign * 1.1 * bound.mean), known)
@@ -130,7 +139,7 @@ class TestLikelihood:
     def test_a_coarse_cache_never_makes_a_bound_tighter(self) -> None:
         known = replace(OTHER_BACKEND, kv_cache="q5_1")
         told = golden().model_copy(update={"kv_cache": "q5_1"})
-        bound = likelihood.bound_for(told, Given(endpoint(), Probe(), known, told))
+        bound = likelihood.bound_for(told, SuiteInput(endpoint(), Probe(), known, told))
         assert bound.spread == likelihood.OTHER_BACKEND.spread > likelihood.FIVE_BIT.spread
 
     def test_single_tokens_tell_what_the_mean_hides(self) -> None:
@@ -153,12 +162,12 @@ class TestLikelihood:
     )
     def test_numbers_that_no_model_gives(self, number: float, verdict: str, named: str) -> None:
         made_up = {n: replace(s, logprobs=(number,) * len(s.logprobs)) for n, s in scores().items()}
-        proof = likelihood.judge(made_up, Given(endpoint(), Probe(), KNOWN, None))
+        proof = likelihood.judge(made_up, SuiteInput(endpoint(), Probe(), KNOWN, None))
         assert (proof.verdict, proof.good) == (verdict, False)
         assert named in proof.summary
 
     def test_texts_that_nobody_knows_are_not_known_by_heart(self) -> None:
-        proof = likelihood.judge(scores(-1.95), Given(endpoint(), Probe(), KNOWN, None))
+        proof = likelihood.judge(scores(-1.95), SuiteInput(endpoint(), Probe(), KNOWN, None))
         assert (proof.verdict, failed(proof)) == ("wrong", {""})
 
     def test_other_tokens_are_another_tokenizer(self) -> None:
@@ -196,7 +205,7 @@ class TestReference:
 
     def compare(self, tops: Sequence[tuple[tuple[int, float], ...]]) -> SuiteProof:
         run = Scored((1, 2, *range(10)), (-0.2,) * 11, (((5, -1.0),), *tops), "grammar")
-        return reference.judge(run, Given(endpoint(), Probe(), KNOWN, self.GOLDEN))
+        return reference.judge(run, SuiteInput(endpoint(), Probe(), KNOWN, self.GOLDEN))
 
     def test_the_same_run_is_true(self) -> None:
         proof = self.compare([((n, -0.2), (n + 100, -1.8)) for n in range(10)])
@@ -227,7 +236,7 @@ class TestReference:
         known = replace(KNOWN, kv_cache=kind, identity=identity)
         tops = tuple(((n, -0.26), (n + 100, -1.55)) for n in range(10))
         scored = Scored((1, 2, *range(10)), (-0.3,) * 11, (tops[0], *tops), "grammar")
-        proof = reference.judge(scored, Given(endpoint(), Probe(), known, told))
+        proof = reference.judge(scored, SuiteInput(endpoint(), Probe(), known, told))
         assert 0.006 < proof.figures["divergence_nats"] < 0.012
         assert proof.good is good
 
@@ -237,7 +246,7 @@ class TestReference:
         assert reference.divergence(was, {}) > 10
 
     def test_no_reference_no_proof(self) -> None:
-        proof = reference.judge(None, Given(endpoint(), Probe()))
+        proof = reference.judge(None, SuiteInput(endpoint(), Probe()))
         assert (proof.verdict, proof.good) == ("unable", False)
         assert "--accept-golden" in (proof.hint or "")
 
@@ -257,10 +266,10 @@ class TestGolden:
         assert path == tmp_path / "golden" / f"{'a' * 16}-f16.json"
         assert len(path.read_text().splitlines()) < 600
         probe = Probe(suites=("likelihood", "reference"))
-        proof = prove(server, endpoint(), probe, known=known)
+        proof = run_probe(server, endpoint(), probe, known=known)
         assert (proof.word, proof.verdict) == ("true", Verdict.PASSED)
         moved = Scripted(Llama(lambda place: -1.6 - (place % 3) / 10))
-        assert prove(moved, endpoint(), probe, known=known).word == "wrong"
+        assert run_probe(moved, endpoint(), probe, known=known).word == "wrong"
 
     def test_a_server_that_cannot_gives_none(self) -> None:
         server = Scripted(lambda *_: (404, {"error": "no"}))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bakehouse.ports.http import Unreachable
-from bakehouse.probe.score import FLOOR, Scored, greedy, logprob, score_text, score_tokens
-from bakehouse.probe.talk import Patience, Talk
+from bakehouse.probe.client import Client, RequestLimits
+from bakehouse.probe.logprobs import FLOOR, Scored, greedy, logprob, score_text, score_tokens
+from bakehouse.system.http import Unreachable
 from tests.support import scripted
 from tests.support.scripted import Answer, Llama, Scripted, talk, varied, vllm
 
@@ -197,7 +197,7 @@ def test_more_tokens_than_a_text_has_bytes_are_none_of_it() -> None:
 
 def test_token_by_token_is_given_up_when_it_takes_for_ever() -> None:
     around = Scripted(Llama(grammar=False))
-    hasty = Talk(around, scripted.endpoint(), Patience(most=-1.0))
+    hasty = Client(around, scripted.endpoint(), RequestLimits(most=-1.0))
     scored = score_text(hasty, TEXT)
     assert scored.trouble == "lost"
     assert "1 of 8 tokens took" in str(scored.problem)

@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 
-from bakehouse.checks import Verdict
-from bakehouse.engines.counters import Counters
+from bakehouse.engines.base import Counters
 from bakehouse.errors import NotCorrect, NotHealthy
-from bakehouse.ports.http import Reply
-from bakehouse.probe.drafts import Text, acceptance, gaps, sameness
-from bakehouse.probe.greedy import Spoken, Step, speak, step
-from bakehouse.probe.prove import conclude, explain
-from bakehouse.probe.suite import run_suite
-from bakehouse.probe.suites.speculation import SUITE
-from bakehouse.probe.talk import Talk
-from bakehouse.probe.types import Endpoint, Given, SuiteProof
-from bakehouse.recipe.gate import Probe, Speculation
+from bakehouse.models import Verdict
+from bakehouse.probe.client import Client
+from bakehouse.probe.logprobs import Spoken, Step, speak, step
+from bakehouse.probe.models import Endpoint, SuiteInput, SuiteProof
+from bakehouse.probe.runner import conclude, explain
+from bakehouse.probe.suites.base import run_suite
+from bakehouse.probe.suites.speculation import SUITE, Text, acceptance, gaps, sameness
+from bakehouse.recipe.models import Probe, Speculation
+from bakehouse.system.http import Reply
 from tests.support.tiny_model import Around, TinyModel, reply
 
 FACTS = {"questions": [{"ask": "What is 2+2?", "answers": ["4"]}]}
@@ -25,7 +24,7 @@ FACTS = {"questions": [{"ask": "What is 2+2?", "answers": ["4"]}]}
 
 def judged(model: TinyModel, **speculation: Any) -> SuiteProof:
     probe = Probe.model_validate({"facts": FACTS, "speculation": speculation})
-    given = Given(Endpoint("http://127.0.0.1:1", "tiny", engine="llama.cpp"), probe)
+    given = SuiteInput(Endpoint("http://127.0.0.1:1", "tiny", engine="llama.cpp"), probe)
     return run_suite(Around(model), SUITE, given)
 
 
@@ -133,7 +132,7 @@ class Vllm(TinyModel):
 
 
 def test_vllm_is_held_against_itself_by_ids() -> None:
-    talk = Talk(Around(Vllm(swap={3: 1.9})), Endpoint("http://127.0.0.1:1", "m", engine="vllm"))
+    talk = Client(Around(Vllm(swap={3: 1.9})), Endpoint("http://127.0.0.1:1", "m", engine="vllm"))
     spoken = speak(talk, "a text", 8)
     assert (spoken.prompt, spoken.drafted) == ([5, 6], None)
     steps = tuple(step(talk, [*spoken.prompt, *spoken.tokens[:n]]) for n in range(8))
@@ -180,6 +179,6 @@ def test_odd_documents_are_problems_and_no_tracebacks(data: Any) -> None:
         def answer(self, path: str, body: dict[str, Any]) -> Reply:
             return reply(data)
 
-    talk = Talk(Around(Odd()), Endpoint("http://127.0.0.1:1", engine="llama.cpp"))
+    talk = Client(Around(Odd()), Endpoint("http://127.0.0.1:1", engine="llama.cpp"))
     assert speak(talk, "x", 4).problem
     assert step(talk, ["x"]).problem

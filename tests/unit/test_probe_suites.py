@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from bakehouse.checks import Verdict
-from bakehouse.ports.http import Unreachable
-from bakehouse.probe.facts import built_in
-from bakehouse.probe.prove import conclude, explain, prove, worst
+from bakehouse.models import Verdict
+from bakehouse.probe.answers import built_in
+from bakehouse.probe.client import RequestLimits
+from bakehouse.probe.models import Proof, SuiteInput, SuiteProof
+from bakehouse.probe.runner import conclude, explain, run_probe, worst
 from bakehouse.probe.suites import REGISTRY, context
-from bakehouse.probe.talk import Patience
-from bakehouse.probe.types import Given, Proof, SuiteProof
-from bakehouse.recipe.gate import SUITES, Probe, SuiteName, default_suites
-from bakehouse.records.model import SuiteVerdict
+from bakehouse.recipe.models import SUITES, Probe, SuiteName, default_suites
+from bakehouse.runs.store import SuiteVerdict
+from bakehouse.system.http import Unreachable
 from tests.support.scripted import Answer, Scripted, endpoint
 
-HASTY = Patience(base=0.5, per_token=0, attempts=2, longest_wait=0.01)
+HASTY = RequestLimits(base=0.5, per_token=0, attempts=2, longest_wait=0.01)
 ANSWERS = {q.ask: q.answers[0] for q in built_in()}
 SEA = (
     "The sea is one of the most fascinating places on Earth. Its waves rise and fall with the wind,"
@@ -51,7 +51,7 @@ def good(path: str, body: dict[str, Any]) -> Any:
 
 def judged(server: Answer, suite: SuiteName, engine: str | None = None, **probe: Any) -> SuiteProof:
     wanted = Probe.model_validate({"suites": [suite], **probe})
-    proof = prove(Scripted(server), endpoint(engine), wanted, patience=HASTY)
+    proof = run_probe(Scripted(server), endpoint(engine), wanted, patience=HASTY)
     assert (proof.word, len(proof.suites)) == (proof.suites[0].verdict, 1)
     assert proof.passed == proof.suites[0].good
     assert (explain(proof, "here") is None) == proof.passed
@@ -196,7 +196,7 @@ class TestContext:
     )  # fmt: skip
     def test_its_length(self, room: int | None, wanted: dict[str, Any], tokens: int) -> None:
         probe = Probe.model_validate({"context": wanted})
-        assert context.length(Given(endpoint(context=room), probe)) == tokens
+        assert context.length(SuiteInput(endpoint(context=room), probe)) == tokens
 
     def test_what_is_not_found_is_named(self) -> None:
         def forgets(path: str, body: dict[str, Any]) -> Any:
@@ -320,7 +320,7 @@ class TestOverall:
     def test_nobody_who_answers_is_not_asked_by_every_suite(self) -> None:
         server = Scripted(lambda *_: Unreachable("connection refused", refused=True))
         probe = Probe(suites=("facts", "fluency", "context"))
-        proof = prove(server, endpoint(None), probe, patience=HASTY)
+        proof = run_probe(server, endpoint(None), probe, patience=HASTY)
         assert proof.word == "unstable"
         assert [p.verdict for p in proof.suites] == ["unstable"] * 3
         assert "not asked" in proof.suites[2].summary

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakehouse.probe.text import (
+from bakehouse.probe.text_quality import (
     MARKS,
     asserted,
     holds,

@@ -11,14 +11,20 @@ import pytest
 from PIL import Image
 
 from bakehouse.errors import NotCorrect, NotHealthy
-from bakehouse.probe.images import COLOURS, make, printed
-from bakehouse.probe.prove import conclude, explain
-from bakehouse.probe.reply import Said
-from bakehouse.probe.sight import colours, levenshtein, reading
-from bakehouse.probe.suite import run_suite
-from bakehouse.probe.suites.vision import SUITE
-from bakehouse.probe.types import Endpoint, Given, SuiteProof
-from bakehouse.recipe.gate import Probe
+from bakehouse.probe.client import Completion
+from bakehouse.probe.models import Endpoint, SuiteInput, SuiteProof
+from bakehouse.probe.runner import conclude, explain
+from bakehouse.probe.suites.base import run_suite
+from bakehouse.probe.suites.vision import (
+    COLOURS,
+    SUITE,
+    colours,
+    levenshtein,
+    make,
+    printed,
+    reading,
+)
+from bakehouse.recipe.models import Probe
 from tests.support.tiny_model import Around, TinyModel
 
 SEED = 11
@@ -27,7 +33,7 @@ LINE = "THE SILVER ROBOT READS SEVEN BLUE MAPS."
 
 def judged(model: TinyModel, **vision: Any) -> SuiteProof:
     probe = Probe.model_validate({"vision": {"seed": SEED, **vision}})
-    given = Given(Endpoint("http://127.0.0.1:1", "tiny", engine="llama.cpp"), probe)
+    given = SuiteInput(Endpoint("http://127.0.0.1:1", "tiny", engine="llama.cpp"), probe)
     return run_suite(Around(model), SUITE, given)
 
 
@@ -167,7 +173,7 @@ def test_a_server_that_is_gone_is_unstable_and_lost() -> None:
     ],
 )
 def test_colours_are_named_alone_and_in_order(said: str, wanted: list[str], verdict: str) -> None:
-    assert colours(Said(content=said, finish_reason="stop"), wanted).verdict == verdict
+    assert colours(Completion(content=said, finish_reason="stop"), wanted).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -186,13 +192,13 @@ def test_colours_are_named_alone_and_in_order(said: str, wanted: list[str], verd
     ],
 )
 def test_print_is_read_within_its_distance(said: str, most: int, verdict: str) -> None:
-    assert reading(Said(content=said, finish_reason="stop"), LINE, most).verdict == verdict
+    assert reading(Completion(content=said, finish_reason="stop"), LINE, most).verdict == verdict
 
 
 def test_only_thinking_is_no_answer() -> None:
-    said = Said(content="<think>a red thing", finish_reason="length")
+    said = Completion(content="<think>a red thing", finish_reason="length")
     assert colours(said, ["red"]).verdict == "never started"
-    assert reading(Said(problem="HTTP 500"), LINE, 0).verdict == "unanswered"
+    assert reading(Completion(problem="HTTP 500"), LINE, 0).verdict == "unanswered"
 
 
 @pytest.mark.parametrize(

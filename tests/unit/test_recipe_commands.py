@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from bakehouse.commands import check, recipes, show
 from bakehouse.context import Context
 from bakehouse.errors import NotFound, RecipeError
-from bakehouse.places import Places
-from bakehouse.recipe.load import load
-from bakehouse.recipe.resolved import resolved, to_yaml
+from bakehouse.paths import Places
+from bakehouse.recipe.export import resolved, to_yaml
+from bakehouse.recipe.loader import load
 from tests.support.recipe_text import GOOD, write
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bakehouse.errors import RecipeError
-from bakehouse.recipe.load import Loaded, load
+from bakehouse.recipe.loader import LoadedRecipe, load
 from bakehouse.redact import clean
 from tests.support.recipe_text import GOOD, write
 
@@ -26,7 +26,7 @@ def judged(folder: Path, content: str | bytes, overrides: tuple[str, ...] = ()) 
         folder, content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
     )
     try:
-        assert isinstance(load(path, overrides), Loaded)
+        assert isinstance(load(path, overrides), LoadedRecipe)
     except RecipeError as error:
         seen = error.faults
     else:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bakehouse.errors import NotFound
-from bakehouse.recipe.load import find, load, names
+from bakehouse.recipe.loader import find, load, names
 from tests.support.recipe_text import GOOD, faults, lines, loaded, write
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakehouse.recipe import references
-from bakehouse.recipe.references import BadReference, parse, reference
+from bakehouse.recipe import types
+from bakehouse.recipe.types import BadReference, parse, reference
 from tests.support.recipe_text import faults, lines, loaded
 
 HEX = "0123456789abcdef" * 4
@@ -36,7 +36,7 @@ GOOD = (
 def test_reference_accepts_the_grammar(tmp_path: Path) -> None:
     for text in GOOD:
         assert reference(text) == text
-        assert re.fullmatch(references.PATTERN, text), text
+        assert re.fullmatch(types.PATTERN, text), text
         made = loaded(tmp_path, RECIPE.replace("REF", f"'{text}'"))
         assert made.recipe.images == {"image": {"x86_64": text}}
 
@@ -109,7 +109,7 @@ def test_reference_fault_is_reported_once_at_its_place(tmp_path: Path) -> None:
         quoted = f'"{written}"'.replace("\x1b", "\\e")
         (one,) = lines(faults(tmp_path, RECIPE.replace("REF", quoted)), tmp_path)
         at = one.startswith("r.yaml:5:17: image.ref.x86_64: '")
-        if not at or said not in one or f"({hint or references.FORMS})" not in one:
+        if not at or said not in one or f"({hint or types.FORMS})" not in one:
             wrong.append((text, said, one))
     assert not wrong
 
@@ -151,13 +151,13 @@ TEXTS = st.text(alphabet="aA0/:@._-[] \n$", max_size=24) | st.text(max_size=12)
 
 @given(TEXTS)
 def test_reference_rule_and_pattern_agree(text: str) -> None:
-    fits = re.fullmatch(references.PATTERN, text) is not None
-    right = not list(references.faults(text))
+    fits = re.fullmatch(types.PATTERN, text) is not None
+    right = not list(types.faults(text))
     if right:
         assert fits
         at = parse(text)
         assert at.repository
         assert re.fullmatch("[a-z0-9._/-]+", at.repository)
     elif fits:  # what a pattern for an editor does not see
-        said = " ".join(references.faults(text))
+        said = " ".join(types.faults(text))
         assert "port" in said or "IPv6" in said or "255" in said or "image's id" in said

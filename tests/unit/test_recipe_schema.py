@@ -10,9 +10,9 @@ from typing import Any
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from ruamel.yaml import YAML
 
-from bakehouse.base import to_json
-from bakehouse.recipe.load import names
-from bakehouse.recipe.schema import json_schema
+from bakehouse.models import to_json
+from bakehouse.recipe.export import json_schema
+from bakehouse.recipe.loader import names
 from tests.support.recipe_text import GOOD
 
 ROOT = Path(__file__).resolve().parents[2]

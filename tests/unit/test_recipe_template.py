@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bakehouse.errors import RecipeError
-from bakehouse.recipe.faults import Origin
-from bakehouse.recipe.load import load
+from bakehouse.recipe.loader import load
 from bakehouse.recipe.template import StandIn, render, template_variables, trial_variables
+from bakehouse.recipe.types import Origin
 from tests.support.recipe_text import GOOD, loaded, write
 
 AT = Origin("r.yaml", 10, 12, body=11, indent=4)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from bakehouse.errors import NotFound, RecipeError
-from bakehouse.recipe.load import find, load
-from bakehouse.recipe.merge import flatten
-from bakehouse.recipe.yaml import compose
+from bakehouse.recipe.document import compose, flatten
+from bakehouse.recipe.loader import find, load
 from tests.support.recipe_text import GOOD, faults, lines, loaded
 
 

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from bakehouse.checks import check
 from bakehouse.context import Context
 from bakehouse.errors import HostError, NotFound, NotHealthy
-from bakehouse.places import Places
-from bakehouse.records.index import SCHEMA, Index
-from bakehouse.records.model import Record
-from bakehouse.records.note import record_of
-from bakehouse.records.store import Run, read_record
+from bakehouse.models import check
+from bakehouse.paths import Places
+from bakehouse.runs.index import SCHEMA, Index
+from bakehouse.runs.store import Record, Run, read_record, record_of
 
 PASSED = check("a", "1", "1", "here", ok=True)
 FAILED = check("b", "1", "2", "here", ok=False)

@@ -12,9 +12,9 @@ import pytest
 from bakehouse.context import Context
 from bakehouse.errors import HostError
 from bakehouse.lock import ImagePin
-from bakehouse.ports.docker_engine import RealDocker
-from bakehouse.ports.http import RealHttp, Reply
 from bakehouse.sources.images import pin_image
+from bakehouse.system.docker.client import DockerClient
+from bakehouse.system.http import RealHttp, Reply
 from tests.support.manifests import CONFIG, MANIFEST, NO_ENGINE, encoded, manifest_of
 from tests.support.weights import refusal
 
@@ -33,7 +33,7 @@ class Liar(RealHttp):
 
 
 def pin(context: Context, manifest: bytes, config: bytes) -> ImagePin:
-    made = replace(context, http=Liar(manifest, config), docker=RealDocker(NO_ENGINE))
+    made = replace(context, http=Liar(manifest, config), docker=DockerClient(NO_ENGINE))
     return pin_image(made, "127.0.0.1:5000/a:1", "x86_64")
 
 
@@ -102,6 +102,6 @@ def test_docker_configuration_that_is_damaged_is_named(
     for text in texts:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(HostError) as caught:
-            RealDocker().facts()
+            DockerClient().facts()
         assert caught.value.id == "docker-config", text
         assert caught.value.where == str(tmp_path / "config.json")

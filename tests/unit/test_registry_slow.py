@@ -14,9 +14,9 @@ import pytest
 
 from bakehouse.context import Context
 from bakehouse.errors import HostError
-from bakehouse.ports.docker_engine import RealDocker
-from bakehouse.sources import oci
+from bakehouse.sources import registry as oci
 from bakehouse.sources.images import pin_image
+from bakehouse.system.docker.client import DockerClient
 from tests.support.manifests import CONFIG, MANIFEST, NO_ENGINE, digest, encoded, manifest_of
 
 BODY = encoded(CONFIG)
@@ -73,7 +73,7 @@ def registry(slow: str, pause: float) -> Iterator[tuple[str, list[str]]]:
 
 
 def pin(context: Context, host: str) -> str:
-    made = replace(context, docker=RealDocker(NO_ENGINE))
+    made = replace(context, docker=DockerClient(NO_ENGINE))
     return str(pin_image(made, f"{host}/a:1", "x86_64").id)
 
 

@@ -16,9 +16,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from bakehouse.checkpoints import copying
+from bakehouse.checkpoints import reshard as copying
 from bakehouse.checkpoints import reshard as module
-from bakehouse.checkpoints.files import INDEX, read_path
+from bakehouse.checkpoints.checkpoint import INDEX, read_path
 from bakehouse.checkpoints.reader import BytesSource
 from bakehouse.checkpoints.reshard import NOTE, Resharded, reshard
 from bakehouse.checkpoints.safetensors import read_safetensors

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from bakehouse.base import to_json
 from bakehouse.errors import LockError
 from bakehouse.lock import Lock, changes, describe, moved_line
-from bakehouse.recipe.load import load
-from bakehouse.recipe.model import Recipe
-from bakehouse.resolve import drift, lock_path, read_lock, wants
+from bakehouse.models import to_json
+from bakehouse.recipe.loader import load
+from bakehouse.recipe.models import Recipe
+from bakehouse.resolver import drift, lock_path, read_lock, wants
 from tests.support.recipes import make_loaded, recipe_data
 
 C1, C2, SHA1, SHA2 = "1" * 40, "2" * 40, "a" * 64, "b" * 64

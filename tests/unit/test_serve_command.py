@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.base import to_json
 from bakehouse.context import Context
-from bakehouse.engines.llamacpp import server
+from bakehouse.engines.llamacpp import command as server
 from bakehouse.engines.llamacpp.engine import ON_THE_CPU
 from bakehouse.errors import RecipeError, UsageError
 from bakehouse.lock import Lock
-from bakehouse.ports.process import environment
-from bakehouse.preflight.address import bind_address
-from bakehouse.recipe.faults import Origin
-from bakehouse.serve.proof import signature_check
+from bakehouse.models import to_json
+from bakehouse.preflight.rules import bind_address
+from bakehouse.recipe.types import Origin
+from bakehouse.server.verification import signature_check
+from bakehouse.system.process import environment
 from tests.support.serving import make_plan, recipe
 
 PLACE = Origin("recipes/x.yaml", 9, 5)

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakehouse.checks import Verdict
-from bakehouse.engines.llamacpp import evidence
-from bakehouse.engines.llamacpp.server import Features
+from bakehouse.engines.llamacpp import engine
+from bakehouse.engines.llamacpp.command import Features
 from bakehouse.errors import BakehouseError
-from bakehouse.serve.processes import Process
-from bakehouse.serve.proof import ServerHandle, VerificationResult, signature_check
-from bakehouse.signatures.model import exit_code
-from bakehouse.signatures.scanner import scan
+from bakehouse.logscan.findings import exit_code
+from bakehouse.logscan.scanner import scan
+from bakehouse.models import Verdict
+from bakehouse.server.processes import Process
+from bakehouse.server.verification import ServerHandle, VerificationResult, signature_check
 
 MODELS = {
     "models": [{"name": "n", "capabilities": ["completion", "multimodal"]}],
@@ -43,7 +43,7 @@ json_values = st.recursive(
 
 def judged(asked: Features = ALL, **changed: Any) -> dict[str, Verdict]:
     given_ = {"models": MODELS, "props": PROPS, "slots": SLOTS, "log": LOG, **changed}
-    return {c.id: c.verdict for c in evidence.judge(asked, **given_)}
+    return {c.id: c.verdict for c in engine.judge(asked, **given_)}
 
 
 def test_evidence_of_a_complete_server_passes() -> None:
@@ -113,13 +113,13 @@ def test_health_needs_status_200_and_ok() -> None:
         (200, {"status": "ok"}), (200, {"status": "no slot available"}), (200, None), (200, []),
         (503, {"status": "ok"}),
     ]  # fmt: skip
-    assert [evidence.health_ok(*one) for one in answers] == [True, False, False, False, False]
+    assert [engine.health_ok(*one) for one in answers] == [True, False, False, False, False]
 
 
 def test_stage_of_a_log_line() -> None:
-    assert evidence.stage("srv    load_model: loading model '/w'") == "opening the model"
-    assert evidence.stage("cmn  common_init_: warming up the model") == "warming up"
-    assert evidence.stage("anything else") is None
+    assert engine.stage("srv    load_model: loading model '/w'") == "opening the model"
+    assert engine.stage("cmn  common_init_: warming up the model") == "warming up"
+    assert engine.stage("anything else") is None
 
 
 def test_log_findings_give_the_exit_code(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.serve import state as states
-from bakehouse.serve.control import is_supervisor
-from bakehouse.serve.guard import KILLED, Bounds, cgroup_kills, describe_end
-from bakehouse.serve.processes import (
+from bakehouse.server import state as states
+from bakehouse.server.log_tail import Tail
+from bakehouse.server.memory_guard import KILLED, Bounds, cgroup_kills, describe_end
+from bakehouse.server.processes import (
     Process,
     Reading,
     command_of,
@@ -28,10 +28,10 @@ from bakehouse.serve.processes import (
     sockets,
     start_time,
 )
-from bakehouse.serve.proof import url_of
-from bakehouse.serve.ready import IdleTimer, is_server_output
-from bakehouse.serve.state import Ended, ServerState, SupervisorInput
-from bakehouse.serve.watch import Tail
+from bakehouse.server.readiness import IdleTimer, is_server_output
+from bakehouse.server.state import Ended, ServerState, SupervisorInput
+from bakehouse.server.status import is_supervisor
+from bakehouse.server.verification import url_of
 
 TABLE = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
@@ -239,10 +239,10 @@ def test_state_of_the_previous_version_is_read(tmp_path: Path) -> None:
 def test_supervisor_is_recognised_whatever_its_module_is_called(tmp_path: Path) -> None:
     folder = tmp_path / "n"
     tail = {
-        ("-m", "bakehouse.serve.keeper", str(folder), "7"): True,
+        ("-m", "bakehouse.server.supervisor", str(folder), "7"): True,
         ("-m", "bakehouse.server.supervisor", str(folder), "9"): True,
-        ("-m", "bakehouse.serve.container", str(folder), "c", "20", "n"): False,
-        ("-m", "bakehouse.serve.keeper", str(tmp_path / "m"), "7"): False,
+        ("-m", "bakehouse.server.container_follower", str(folder), "c", "20", "n"): False,
+        ("-m", "bakehouse.server.supervisor", str(tmp_path / "m"), "7"): False,
         ("-m", "pytest", str(folder), "7"): False,
     }
     got = {}

@@ -10,11 +10,17 @@ from collections import Counter
 import pytest
 from pydantic import ValidationError
 
-from bakehouse.signatures.catalogue import build, catalogue, every_row, resolve, wanted
-from bakehouse.signatures.judge import bound, filled
-from bakehouse.signatures.model import ENGINES, Row
-from bakehouse.signatures.pattern import parse, spellings
-from bakehouse.signatures.scanner import Scanner
+from bakehouse.logscan.catalogue import (
+    build,
+    catalogue,
+    every_row,
+    parse,
+    resolve,
+    spellings,
+    wanted,
+)
+from bakehouse.logscan.findings import ENGINES, Row, bound, filled
+from bakehouse.logscan.scanner import Scanner
 
 ROWS = every_row()
 TEMPLATES = [(row, text) for row in ROWS for text in row.pattern]

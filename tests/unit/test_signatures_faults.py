@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from bakehouse.signatures.model import exit_code
-from bakehouse.signatures.scanner import scan
+from bakehouse.logscan.findings import exit_code
+from bakehouse.logscan.scanner import scan
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 

@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from bakehouse.signatures import scanner as module
-from bakehouse.signatures.catalogue import Signature, catalogue
-from bakehouse.signatures.judge import judge
-from bakehouse.signatures.model import Finding
-from bakehouse.signatures.scanner import Scanner
-from bakehouse.signatures.scanner import Scanner as Quick
-from bakehouse.signatures.text import decoded, message, spoken_from, without_colours
+from bakehouse.logscan import scanner as module
+from bakehouse.logscan.catalogue import Signature, catalogue
+from bakehouse.logscan.findings import Finding, judge
+from bakehouse.logscan.scanner import Scanner, decoded, message, spoken_from, without_colours
+from bakehouse.logscan.scanner import Scanner as Quick
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bakehouse.signatures.model import Finding, exit_code
-from bakehouse.signatures.pattern import shape
-from bakehouse.signatures.scanner import Scanner, scan
-from bakehouse.signatures.text import message, printable
+from bakehouse.logscan.catalogue import shape
+from bakehouse.logscan.findings import Finding, exit_code
+from bakehouse.logscan.scanner import Scanner, message, printable, scan
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 OOM = b"ggml_backend_cuda_buffer_type_alloc_buffer: allocating 4870.12 MiB on device 0: cudaMalloc"
@@ -206,7 +205,7 @@ def test_scanner_shape_has_no_case_and_no_digits(text: str) -> None:
 
 def test_scanner_import_is_cheap() -> None:
     code = (
-        "import sys, bakehouse.signatures; "
+        "import sys, bakehouse.logscan; "
         "print([m for m in ('requests', 'rich', 'ruamel.yaml', 'structlog') if m in sys.modules])"
     )
     done = subprocess.run(

@@ -13,15 +13,15 @@ import pytest
 
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound, UsageError
-from bakehouse.ports.clock import RealClock
-from bakehouse.ports.git import Git, check_url
-from bakehouse.ports.http import Reply, Unreachable
-from bakehouse.ports.process import Captured, RealProcesses
-from bakehouse.sources.choice import choose
-from bakehouse.sources.gitpin import resolve_url
-from bakehouse.sources.known import known_sha256, remembered
-from bakehouse.sources.mirror import mirror_folder
-from bakehouse.sources.registry import find_file, index_url
+from bakehouse.resolver import resolve_url
+from bakehouse.sources.files import cached_sha256, remembered
+from bakehouse.sources.git_mirror import mirror_folder
+from bakehouse.sources.pypi import find_file, index_url
+from bakehouse.sources.weights import select_files
+from bakehouse.system.clock import RealClock
+from bakehouse.system.git import Git, check_url
+from bakehouse.system.http import Reply, Unreachable
+from bakehouse.system.process import Captured, RealProcesses
 from tests.support.clocks import settle
 
 
@@ -203,10 +203,10 @@ def test_glob_selects_one_model() -> None:
         "q?/m-0000[12]-of-00002.gguf": q4,
         "[!a-b].json": ["c.json"],
     }
-    assert {glob: choose(names, glob, "here") for glob in rows} == rows
+    assert {glob: select_files(names, glob, "here") for glob in rows} == rows
     for glob in ("q4/**", "**/*.gguf", "q4/m-00001*", "nope", "[", "(", "*.bin"):
         with pytest.raises(LockError) as caught:
-            choose(names, glob, "here")
+            select_files(names, glob, "here")
         assert caught.value.hint
 
 
@@ -215,12 +215,12 @@ def test_hash_is_dropped_after_any_change(context: Context, tmp_path: Path) -> N
     path.write_bytes(b"one")
     os.utime(path, (1, 1))
     settle()
-    first = known_sha256(context, path)
+    first = cached_sha256(context, path)
     assert remembered(context.places, path) == first
     os.utime(path, ns=(1, 1_000_000_001))
     assert remembered(context.places, path) is None
     path.write_bytes(b"two")
-    assert known_sha256(context, path) != first
+    assert cached_sha256(context, path) != first
 
 
 def test_hash_is_dropped_when_the_time_was_set_back(context: Context, tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_hash_is_dropped_when_the_time_was_set_back(context: Context, tmp_path: 
     path.write_bytes(b"one")
     os.utime(path, (1, 1))
     settle()
-    first = known_sha256(context, path)
+    first = cached_sha256(context, path)
     seen = path.stat()
     with path.open("r+b") as file:
         file.write(b"two")
@@ -238,7 +238,7 @@ def test_hash_is_dropped_when_the_time_was_set_back(context: Context, tmp_path: 
         seen.st_size, seen.st_mtime_ns, seen.st_ino,
     )  # fmt: skip
     assert remembered(context.places, path) is None
-    assert known_sha256(context, path) != first
+    assert cached_sha256(context, path) != first
 
 
 def test_hash_of_a_file_from_the_future_is_cached(context: Context, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_hash_of_a_file_from_the_future_is_cached(context: Context, tmp_path: Pa
     os.utime(path, (4_000_000_000, 4_000_000_000))
     settle()
     assert remembered(context.places, path) is None
-    assert known_sha256(context, path) == remembered(context.places, path)
+    assert cached_sha256(context, path) == remembered(context.places, path)
 
 
 class Stopped(RealClock):
@@ -266,10 +266,10 @@ def test_hash_of_a_file_that_may_still_change_is_not_cached(
     path = tmp_path / "f"
     path.write_bytes(b"one")
     at_once = replace(context, clock=Stopped(path.stat().st_ctime + 0.01))
-    known_sha256(at_once, path)
+    cached_sha256(at_once, path)
     assert remembered(context.places, path) is None
     later = replace(context, clock=Stopped(path.stat().st_ctime + 1.0))
-    known_sha256(later, path)
+    cached_sha256(later, path)
     assert remembered(context.places, path)
 
 
@@ -277,9 +277,9 @@ def test_hash_note_that_is_damaged_is_ignored(context: Context, tmp_path: Path) 
     path = tmp_path / "f"
     path.write_bytes(b"one")
     os.utime(path, (1, 1))
-    found = known_sha256(context, path)
+    found = cached_sha256(context, path)
     for damage in (b"", b"[]", b"{}", b'{"sha256": 5}', b"\xff"):
         for note in context.places.weights.rglob("*.json"):
             note.write_bytes(damage)
         assert remembered(context.places, path) is None
-        assert known_sha256(context, path) == found
+        assert cached_sha256(context, path) == found

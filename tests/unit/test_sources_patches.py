@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bakehouse.errors import PatchError
-from bakehouse.sources.diffs import MAX_BYTES, MAX_NAME, MAX_PATH, counts, read_diff
+from bakehouse.patches.diff import MAX_BYTES, MAX_NAME, MAX_PATH, counts, read_diff
 
 GOOD = b"""From 0123 Mon Sep 17 00:00:00 2001
 Subject: [PATCH] x

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from bakehouse.errors import LockError
-from bakehouse.sources import unpack as room
-from bakehouse.sources.unpack import check_links, choose_folder, unpack
+from bakehouse.sources import archives
+from bakehouse.sources.archives import check_links, choose_folder, unpack
 
 Member = tuple[str, bytes | str, dict[str, object]]
 
@@ -192,13 +192,13 @@ def test_unpack_refuses_names_that_collide(tmp_path: Path) -> None:
 
 
 def test_unpack_stops_bombs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "MAX_BYTES", 10_000_000)
+    monkeypatch.setattr(archives, "MAX_BYTES", 10_000_000)
     made = tar(tmp_path / "a", *((f"f{i}", bytes(3_000_000)) for i in range(5)))
     assert made.stat().st_size < 30_000
     with pytest.raises(LockError, match="more than 10,000,000 bytes"):
         unpack(made, tmp_path / "out")
     assert sum(p.stat().st_size for p in (tmp_path / "out").iterdir()) <= 10_000_000
-    monkeypatch.setattr(room, "MAX_FILES", 10)
+    monkeypatch.setattr(archives, "MAX_FILES", 10)
     made = tar(tmp_path / "b", *((f"f{i}", b"") for i in range(20)))
     with pytest.raises(LockError, match="more than 10 files"):
         unpack(made, tmp_path / "out2")
@@ -207,7 +207,7 @@ def test_unpack_stops_bombs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_unpack_zip_that_lies_about_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "MAX_BYTES", 100_000)
+    monkeypatch.setattr(archives, "MAX_BYTES", 100_000)
     with zipfile.ZipFile(tmp_path / "a", "w", zipfile.ZIP_DEFLATED) as made:
         made.writestr("f", bytes(5_000_000))
     data = (tmp_path / "a").read_bytes()

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.checks import Check, Verdict
+from bakehouse.cuda.toolkit import Requested, Toolkit
+from bakehouse.cuda.verify import accept_configure, read_configure, refuse, refused
 from bakehouse.errors import BuildFailed
-from bakehouse.toolkit.accept import accept_configure, read_configure, refuse, refused
-from bakehouse.toolkit.types import Requested, Toolkit
+from bakehouse.models import Check, Verdict
 
 DATA = Path(__file__).parents[1] / "data" / "cmake"
 KNOWN = ("75", "80", "86", "87", "88", "89", "90", "90a", "100", "100a", "100f",

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.checks import Verdict
+from bakehouse.cuda.elf import NotElf, read_cuda_file
+from bakehouse.cuda.toolkit import Requested, Toolkit
+from bakehouse.cuda.verify import accept_artifact, accept_devices, covers, parse_devices
 from bakehouse.host import Gpu
-from bakehouse.toolkit.artifact import accept_artifact, accept_devices, covers, parse_devices
-from bakehouse.toolkit.embedded import NotElf, read_cuda_file
-from bakehouse.toolkit.types import Requested, Toolkit
+from bakehouse.models import Verdict
 
 REAL = {"a": 1 << 20, "f": 1 << 21, "": 0}
 

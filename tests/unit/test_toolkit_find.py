@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 
 from bakehouse.context import Context
+from bakehouse.cuda.toolkit import (
+    Found,
+    choose,
+    compiled_for,
+    find_toolkits,
+    header_version,
+    parse_architecture,
+    satisfies,
+)
 from bakehouse.errors import HostError
 from bakehouse.host import parse_gpus
-from bakehouse.toolkit.find import choose, compiled_for, find_toolkits, header_version
-from bakehouse.toolkit.types import Found, parse_architecture, satisfies
 
 CONFIG = """#if __GNUC__ > 15
 #error -- unsupported GNU version!
@@ -137,7 +144,7 @@ def test_toolkit_is_chosen_by_version_and_path(bare: Context, tmp_path: Path) ->
 def test_toolkit_without_a_library_is_not_chosen(
     bare: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bakehouse.toolkit.find.SYSTEM_LIBRARIES", ())
+    monkeypatch.setattr("bakehouse.cuda.toolkit.SYSTEM_LIBRARIES", ())
     library = install(tmp_path / "local" / "cuda-13.0") / "lib"
     for lacking in ("libcublas.so", "stubs/libcuda.so", "libcudart.so"):
         (library / lacking).rename(tmp_path / "aside")

@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
+from bakehouse.cuda.configure import (
+    cmake_overrides,
+    conflicts,
+    expand_native,
+    toolkit_path,
+    unverified_flags,
+)
+from bakehouse.cuda.toolkit import Toolkit
 from bakehouse.errors import HostError
-from bakehouse.recipe.model import Build
-from bakehouse.toolkit.force import conflicts, expand_native, force, toolkit_path, unverified_flags
-from bakehouse.toolkit.types import Toolkit
+from bakehouse.recipe.models import Build
 
 GOOD: dict[str, Any] = {"GGML_CUDA": True, "CMAKE_CUDA_ARCHITECTURES": "121a-real"}
 HOST = {"version": "13.0"}
@@ -86,7 +92,7 @@ def test_toolkit_is_forced_as_a_pair_and_no_other_nvcc_comes_first() -> None:
         root=root, version="13.0.88", nvcc=f"{root}/bin/nvcc", include=f"{root}/include",
         library=f"{root}/lib",
     )  # fmt: skip
-    made = force(
+    made = cmake_overrides(
         toolkit,
         host_compiler="/usr/bin/g++",
         search_path="/opt/cuda-13.2/bin:/home/me/bin:/usr/bin::/opt/cuda-13.0/bin",

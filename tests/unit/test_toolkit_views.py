@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from bakehouse.context import Context
+from bakehouse.cuda import configure
+from bakehouse.cuda.configure import for_builder
+from bakehouse.cuda.toolkit import NotAToolkit, Told, inspect
 from bakehouse.errors import HostError
 from bakehouse.host import Gpu
-from bakehouse.recipe.model import Recipe
-from bakehouse.toolkit import settle
-from bakehouse.toolkit.find import NotAToolkit, inspect
-from bakehouse.toolkit.settle import for_builder
-from bakehouse.toolkit.views import Told
+from bakehouse.recipe.models import Recipe
 from tests.support.recipes import recipe_data
 
 REAL = "/usr/local/cuda-13.0"
@@ -108,7 +107,7 @@ def test_container_build_takes_native_as_this_machines_gpu(
 ) -> None:
     seen = [Gpu(index=0, name="NVIDIA GB10", compute_capability="12.1", driver="580.1")]
     monkeypatch.setattr(
-        settle, "compute_capabilities", lambda _: tuple(one.compute_capability for one in seen)
+        configure, "compute_capabilities", lambda _: tuple(one.compute_capability for one in seen)
     )
     native = for_builder(context, recipe("native"))
     assert native.build

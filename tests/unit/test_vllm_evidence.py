@@ -8,11 +8,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakehouse.checks import Verdict
-from bakehouse.engines.engine import Answer, engine_of
-from bakehouse.engines.vllm import evidence
-from bakehouse.engines.vllm.evidence import Features
-from bakehouse.signatures.scanner import scan
+from bakehouse.engines.base import Answer, engine_of
+from bakehouse.engines.vllm import engine as evidence
+from bakehouse.engines.vllm.engine import Features
+from bakehouse.logscan.scanner import scan
+from bakehouse.models import Verdict
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "vllm"
 LOG = (DATA / "cpu-ngram-ready.log").read_text().splitlines()

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakehouse.engines.engine import Answer, engine_of
-from bakehouse.engines.vllm import engine, flags, reach
+from bakehouse.engines.base import Answer, engine_of
+from bakehouse.engines.vllm import allowlist, arguments, engine
 from bakehouse.errors import HostError, UsageError
 from bakehouse.plan.serve import inside, weight_mounts
 from bakehouse.preflight.rules import faults as recipe_faults
-from bakehouse.preflight.volumes import reaches, volumes
-from bakehouse.serve.containers import refuse_remote
+from bakehouse.preflight.rules import reaches, volumes
+from bakehouse.server.containers import refuse_remote
 from tests.support.recipes import make_loaded
 from tests.support.serving import Files
 from tests.support.vllm_commands import GOOD, command_faults, vllm_lock, vllm_recipe
@@ -26,7 +26,7 @@ DRAFTER = '{"method": "dflash", "model": "/weights/drafter", "num_speculative_to
 
 
 def test_command_is_parsed_as_the_engine_does() -> None:
-    read = flags.read(
+    read = arguments.read(
         ("vllm", "serve", "/weights/model", "--max_model_len=32k", "-tp", "2", "--enforce-eager",
          "--max-num-seqs", "4", "--max-num-seqs", "8", "--speculative-config.method", "ngram",
          "--spec-tokens", "4", "--reasoning-parser", "a", "--tool-call-parser=b")
@@ -43,12 +43,12 @@ def test_command_is_parsed_as_the_engine_does() -> None:
 
 @given(st.lists(st.text(max_size=12), max_size=8))
 def test_command_of_any_words_is_parsed(words: list[str]) -> None:
-    flags.read(("vllm", *words))
+    arguments.read(("vllm", *words))
     command_faults("vllm", *words)
 
 
 def test_command_refuses_flags_that_bakehouse_sets() -> None:
-    for flag in reach.NEVER:
+    for flag in allowlist.NEVER:
         assert f"must not set {flag}" in command_faults(*GOOD, flag, "1")
         underscored = f"--{flag[2:].replace('-', '_')}=1"
         assert f"must not set {flag}" in command_faults(*GOOD, underscored)
@@ -56,8 +56,8 @@ def test_command_refuses_flags_that_bakehouse_sets() -> None:
 
 PACKAGE = Path(engine.__file__).resolve().parents[2]
 READS_FLAGS = (
-    "engines/vllm/flags.py", "engines/vllm/reach.py", "engines/vllm/able.py",
-    "engines/vllm/engine.py", "engines/vllm/evidence.py", "preflight/vllm.py",
+    "engines/vllm/arguments.py", "engines/vllm/allowlist.py", "engines/vllm/image_probe.py",
+    "engines/vllm/engine.py", "engines/vllm/engine.py", "engines/vllm/engine.py",
 )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def flags_in(path: str) -> set[str]:
 
 def test_command_refuses_abbreviated_flags() -> None:
     """vLLM's parser takes any beginning of a flag: `--trust-remote`, `--api-k`."""
-    known = {*reach.FLAGS, *engine.JUDGED, *flags.SHORT}
+    known = {*allowlist.FLAGS, *engine.JUDGED, *arguments.SHORT}
     read = set().union(*map(flags_in, READS_FLAGS))
     short = {flag[:length] for flag in read for length in range(len("--x"), len(flag))} - known
     taken = [one for one in sorted(short) if "may read as" not in command_faults(*GOOD, one, "1")]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from bakehouse.probe.suite import Suite
 from bakehouse.probe.suites import (
-    concurrency,
+    consistency,
     context,
-    determinism,
     facts,
     fluency,
     likelihood,
@@ -17,10 +15,12 @@ from bakehouse.probe.suites import (
     structured,
     vision,
 )
-from bakehouse.recipe.gate import SuiteName
+from bakehouse.probe.suites.base import Suite
+from bakehouse.recipe.models import SuiteName
 
 _ALL: tuple[Suite[Any], ...] = (
     facts.SUITE, fluency.SUITE, likelihood.SUITE, reference.SUITE, speculation.SUITE, vision.SUITE,
-    context.SUITE, structured.JSON, structured.TOOLS, determinism.SUITE, concurrency.SUITE,
+    context.SUITE, structured.JSON, structured.TOOLS, consistency.DETERMINISM,
+    consistency.CONCURRENCY,
 )  # fmt: skip
 REGISTRY: dict[SuiteName, Suite[Any]] = {suite.name: suite for suite in _ALL}

@@ -9,16 +9,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from bakehouse.checks import check
-from bakehouse.probe.ask import Asker
-from bakehouse.probe.judge import Judgement
-from bakehouse.probe.judge import judge as judge_reply
-from bakehouse.probe.reply import Said
-from bakehouse.probe.suite import Suite
-from bakehouse.probe.talk import Talk
-from bakehouse.probe.types import Given, SuiteProof
-from bakehouse.recipe.gate import Question
-from bakehouse.records.model import Answer, SuiteVerdict
+from bakehouse.models import check
+from bakehouse.probe.answers import Judgement
+from bakehouse.probe.answers import judge as judge_reply
+from bakehouse.probe.client import Asker, Client, Completion
+from bakehouse.probe.models import SuiteInput, SuiteProof
+from bakehouse.probe.suites.base import Suite
+from bakehouse.recipe.models import Question
+from bakehouse.runs.store import Answer, SuiteVerdict
 
 USUAL = 1024
 """Tokens of the prompt, where the recipe does not say and the context has room."""
@@ -46,7 +44,7 @@ class Found:
 
     depth: int
     question: Question
-    said: Said
+    said: Completion
 
 
 def haystack(tokens: int, seed: int = SEED) -> list[str]:
@@ -57,7 +55,7 @@ def haystack(tokens: int, seed: int = SEED) -> list[str]:
     return [f"{' '.join(chosen.choice(part) for part in parts)}." for _ in range(count)]
 
 
-def length(given: Given) -> int:
+def length(given: SuiteInput) -> int:
     """Give the tokens of the prompt: as the recipe says, within the context where it is known."""
     wanted, room = given.probe.context, given.endpoint.context
     free = room - given.probe.request.max_tokens - MARGIN if room else None
@@ -75,7 +73,7 @@ def prompt(tokens: int, depth: int, sentence: str, about: str) -> str:
     return f"{' '.join(hay)}\n\nWhat is the secret word of {about}? Answer with one word."
 
 
-def ask(talk: Talk, given: Given) -> tuple[Found, ...]:
+def ask(talk: Client, given: SuiteInput) -> tuple[Found, ...]:
     """Ask for each needle in a prompt of its own."""
     asker = Asker(talk, given.probe.request)
     found: list[Found] = []
@@ -91,7 +89,7 @@ def ask(talk: Talk, given: Given) -> tuple[Found, ...]:
     return tuple(found)
 
 
-def judge(found: tuple[Found, ...], given: Given) -> SuiteProof:
+def judge(found: tuple[Found, ...], given: SuiteInput) -> SuiteProof:
     """Enough needles must be found: all, where the recipe does not say."""
     tokens = length(given)
     answers = tuple(_answer(one, tokens, given, found) for one in found)
@@ -126,7 +124,7 @@ def judge(found: tuple[Found, ...], given: Given) -> SuiteProof:
     )  # fmt: skip
 
 
-def _answer(one: Found, tokens: int, given: Given, found: tuple[Found, ...]) -> Answer:
+def _answer(one: Found, tokens: int, given: SuiteInput, found: tuple[Found, ...]) -> Answer:
     others = [f.question for f in found if f is not one]
     judged: Judgement = judge_reply(
         one.question, one.said, others, asked_tokens=given.probe.request.max_tokens

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bakehouse.checks import Verdict
-from bakehouse.probe import facts
-from bakehouse.probe.ask import Asker, first_budget, larger_budget
-from bakehouse.probe.fluent import flaws
-from bakehouse.probe.judge import Judgement, evidence, gate, judge, never_started, overall, tally
-from bakehouse.probe.reply import Said
-from bakehouse.probe.suite import Suite
-from bakehouse.probe.talk import Talk
-from bakehouse.probe.text import same_words
-from bakehouse.probe.types import Given, SuiteProof
-from bakehouse.recipe.gate import Question
-from bakehouse.records.model import Answer, SuiteVerdict
+from bakehouse.models import Verdict
+from bakehouse.probe import answers as facts
+from bakehouse.probe.answers import (
+    Judgement,
+    evidence,
+    gate,
+    judge,
+    never_started,
+    overall,
+    tally,
+)
+from bakehouse.probe.client import Asker, Client, Completion, first_budget, larger_budget
+from bakehouse.probe.models import SuiteInput, SuiteProof
+from bakehouse.probe.suites.base import Suite
+from bakehouse.probe.text_quality import find_defects, same_words
+from bakehouse.recipe.models import Question
+from bakehouse.runs.store import Answer, SuiteVerdict
 
 GIVE_UP_AFTER = 2
 """So many questions in a row that no connection answered, and the rest is not asked."""
@@ -24,7 +29,7 @@ SHORT = 20
 """Tokens of the first try, where a recipe names no number: enough for each of these answers."""
 
 
-def ask(talk: Talk, given: Given) -> tuple[Answer, ...]:
+def ask(talk: Client, given: SuiteInput) -> tuple[Answer, ...]:
     """Ask all questions, in order; each answer is judged as it comes, for the progress bar."""
     asked = facts.questions(given.probe.facts)
     asker = Asker(talk, given.probe.request)
@@ -40,7 +45,9 @@ def ask(talk: Talk, given: Given) -> tuple[Answer, ...]:
                 # A model that was given more room and is wrong all the same gets no more of it.
                 cut_off = cut_off and not (answer.retried and answer.verdict == "wrong")
             else:
-                said = Said(problem=f"not asked, after {lost} questions in a row without an answer")
+                said = Completion(
+                    problem=f"not asked, after {lost} questions in a row without an answer"
+                )
                 answer = _answer(question, said, judge(question, said))
             answers.append(answer)
             bar.update(number + 1, len(asked), tally(answers))
@@ -48,7 +55,7 @@ def ask(talk: Talk, given: Given) -> tuple[Answer, ...]:
 
 
 def one(
-    asker: Asker, given: Given, question: Question, others: Sequence[Question], *,
+    asker: Asker, given: SuiteInput, question: Question, others: Sequence[Question], *,
     cut_off: bool = True,
 ) -> tuple[Answer, bool]:  # fmt: skip
     """Ask one question, a second time with more room if the budget ended before the answer.
@@ -82,16 +89,16 @@ def one(
     return _answer(question, again, replace(judged_again, why=why), retried=True), False
 
 
-def _was_cut_off(question: Question, said: Said, budget: int) -> bool:
+def _was_cut_off(question: Question, said: Completion, budget: int) -> bool:
     """Whether a good text ended with its budget; one that goes on with a text always does."""
     if question.mode == "completion" or not never_started(said, "", budget):
         return False
-    return not flaws("\n".join(filter(None, (said.reasoning, said.content))))
+    return not find_defects("\n".join(filter(None, (said.reasoning, said.content))))
 
 
 def _with_more_room(
     asker: Asker, question: Question, others: Sequence[Question],
-    first: tuple[Said, Judgement], budgets: tuple[int, int],
+    first: tuple[Completion, Judgement], budgets: tuple[int, int],
 ) -> tuple[Answer, bool]:  # fmt: skip
     """Ask once more. Only a text that came to its own end counts: a long one holds many words."""
     before, larger = budgets
@@ -105,7 +112,9 @@ def _with_more_room(
     return _answer(question, again, replace(judged, why=why), retried=True), False
 
 
-def _answer(question: Question, said: Said, judged: Judgement, *, retried: bool = False) -> Answer:
+def _answer(
+    question: Question, said: Completion, judged: Judgement, *, retried: bool = False
+) -> Answer:
     return Answer(
         question=question.ask,
         mode=question.mode,
@@ -123,7 +132,7 @@ def _answer(question: Question, said: Said, judged: Judgement, *, retried: bool 
     )
 
 
-def conclude(answers: Sequence[Answer], given: Given) -> SuiteProof:
+def conclude(answers: Sequence[Answer], given: SuiteInput) -> SuiteProof:
     """Judge the answers, which are in the order of the questions."""
     must_pass = facts.must_pass(given.probe.facts)
     checks = gate("facts", facts.questions(given.probe.facts), answers, must_pass)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bakehouse.checks import check
-from bakehouse.probe.ask import Asker, larger_budget
-from bakehouse.probe.fluent import LOOPS, flaws
-from bakehouse.probe.judge import never_started
-from bakehouse.probe.reply import Said, split_thoughts
-from bakehouse.probe.suite import Suite
-from bakehouse.probe.talk import Talk
-from bakehouse.probe.text import normal, tokens, without_echo
-from bakehouse.probe.types import Given, SuiteProof
-from bakehouse.recipe.gate import Question
-from bakehouse.records.model import Answer, SuiteVerdict
+from bakehouse.models import check
+from bakehouse.probe.answers import never_started
+from bakehouse.probe.client import Asker, Client, Completion, larger_budget, split_thoughts
+from bakehouse.probe.models import SuiteInput, SuiteProof
+from bakehouse.probe.suites.base import Suite
+from bakehouse.probe.text_quality import LOOPS, find_defects, normal, tokens, without_echo
+from bakehouse.recipe.models import Question
+from bakehouse.runs.store import Answer, SuiteVerdict
 
 TASKS = (
     "Write a short paragraph about the sea.",
@@ -44,11 +41,11 @@ class Wrote:
     """What was written for one task, with a budget of `asked` tokens."""
 
     task: str
-    said: Said
+    said: Completion
     asked: int
 
 
-def ask(talk: Talk, given: Given) -> tuple[Wrote, ...]:
+def ask(talk: Client, given: SuiteInput) -> tuple[Wrote, ...]:
     """Let texts be written; once more with more room where the budget ended before any."""
     wanted = given.probe.fluency
     asker = Asker(talk, given.probe.request)
@@ -66,7 +63,7 @@ def ask(talk: Talk, given: Given) -> tuple[Wrote, ...]:
     return tuple(wrote)
 
 
-def _write(asker: Asker, question: Question, budget: int, given: Given) -> Wrote:
+def _write(asker: Asker, question: Question, budget: int, given: SuiteInput) -> Wrote:
     task = question.ask
     said = asker.ask(question, budget)
     larger = larger_budget(budget, given.endpoint.context)
@@ -77,17 +74,17 @@ def _write(asker: Asker, question: Question, budget: int, given: Given) -> Wrote
 
 def _only_loops(wrote: Wrote) -> bool:
     """Whether all that is wrong with a text is that it repeats itself."""
-    found = {flaw.id for flaw in flaws(_text(wrote.said))}
+    found = {flaw.id for flaw in find_defects(_text(wrote.said))}
     return bool(found) and found <= LOOPS
 
 
-def _text(said: Said) -> str:
+def _text(said: Completion) -> str:
     """What was written: the answer, else the thoughts, which must be as fluent."""
     answer, thoughts = split_thoughts(said.content)
     return answer if answer.strip() else said.reasoning or thoughts
 
 
-def judge(wrote: tuple[Wrote, ...], given: Given) -> SuiteProof:
+def judge(wrote: tuple[Wrote, ...], given: SuiteInput) -> SuiteProof:
     """Judge the form of all texts."""
     answers = tuple(judged(one, given.probe.fluency.mode) for one in wrote)
     good = sum(a.verdict == "right" for a in answers)
@@ -132,7 +129,7 @@ def judged(wrote: Wrote, mode: str = "chat") -> Answer:
         verdict, why = "unanswered", said.problem
     elif not text.strip() and never_started(said, "", wrote.asked):
         verdict, why = "never started", f"{wrote.asked} tokens ended before any text"
-    elif found := flaws(text):
+    elif found := find_defects(text):
         verdict, why = "wrong", "; ".join(flaw.what for flaw in found)
     elif len(tokens(without_echo(normal(text), normal(wrote.task)))) < min(ENOUGH, words):
         verdict, why = "wrong", "the task, said again"

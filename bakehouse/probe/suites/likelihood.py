@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from bakehouse.base import digest
-from bakehouse.checks import Check, check
+from bakehouse.models import Check, check, digest
+from bakehouse.probe.client import Client
 from bakehouse.probe.golden import golden_path
-from bakehouse.probe.score import Scored, score_text
-from bakehouse.probe.suite import Suite
-from bakehouse.probe.talk import Talk
-from bakehouse.probe.types import Given, Golden, SuiteProof
-from bakehouse.records.model import SuiteVerdict
+from bakehouse.probe.logprobs import Scored, score_text
+from bakehouse.probe.models import Golden, SuiteInput, SuiteProof
+from bakehouse.probe.suites.base import Suite
+from bakehouse.runs.store import SuiteVerdict
 
 DATA = Path(__file__).parents[1] / "texts.yaml"
 
@@ -79,7 +78,7 @@ def data_digest() -> str:
     return digest(texts())[:16]
 
 
-def ask(talk: Talk, given: Given) -> dict[str, Scored]:
+def ask(talk: Client, given: SuiteInput) -> dict[str, Scored]:
     """Score all texts; after one that brought nothing the rest would bring nothing either."""
     del given  # what is asked does not depend on it
     scored: dict[str, Scored] = {}
@@ -92,7 +91,7 @@ def ask(talk: Talk, given: Given) -> dict[str, Scored]:
     return scored
 
 
-def judge(scored: Mapping[str, Scored], given: Given) -> SuiteProof:
+def judge(scored: Mapping[str, Scored], given: SuiteInput) -> SuiteProof:
     """Judge the log-probabilities of all texts."""
     for name, one in scored.items():
         if one.trouble:
@@ -158,7 +157,7 @@ def _proof(checks: list[Check], summary: str, figures: dict[str, object]) -> Sui
     return SuiteProof("likelihood", verdict, summary, tuple(checks), figures=figures, hint=hint)
 
 
-def bound_for(golden: Golden, given: Given) -> Bound:
+def bound_for(golden: Golden, given: SuiteInput) -> Bound:
     """Give what the recipe says, else what was measured for the cause of the noise."""
     wanted = given.probe.likelihood
     known = given.known
@@ -174,7 +173,7 @@ def bound_for(golden: Golden, given: Given) -> Bound:
 
 
 def _against(
-    scored: Mapping[str, Scored], golden: Golden, given: Given
+    scored: Mapping[str, Scored], golden: Golden, given: SuiteInput
 ) -> tuple[list[Check], dict[str, float]]:
     """Hold the scores against the golden ones: the same tokens, the mean, and each token."""
     where = golden_path(given.known).name if given.known else "golden values"

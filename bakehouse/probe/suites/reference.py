@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bakehouse.checks import check
+from bakehouse.models import check
+from bakehouse.probe.client import Client
 from bakehouse.probe.golden import golden_path
-from bakehouse.probe.score import Scored, Top, score_tokens
-from bakehouse.probe.suite import Suite
-from bakehouse.probe.talk import Talk
-from bakehouse.probe.types import Given, Golden, GoldenPlace, SuiteProof
+from bakehouse.probe.logprobs import Scored, Top, score_tokens
+from bakehouse.probe.models import Golden, GoldenPlace, SuiteInput, SuiteProof
+from bakehouse.probe.suites.base import Suite
 
 PROMPT = "In the morning the baker opened the shop, and the first thing that he did was"
 PLACES = 48
@@ -52,7 +52,7 @@ Measured with the same weights held as 16-bit floats: 43 of 48 tokens and 0.0056
 48 and 0.0147 (q4_0); twice that is borne. See docs/gate.md, `kernel-`."""
 
 
-def ask(talk: Talk, given: Given) -> Scored | None:
+def ask(talk: Client, given: SuiteInput) -> Scored | None:
     """Score the tokens of the reference run; None where there is none."""
     golden = given.golden
     if golden is None or not golden.places:
@@ -61,7 +61,7 @@ def ask(talk: Talk, given: Given) -> Scored | None:
     return score_tokens(talk, [*golden.prompt, *chosen], top=TOP)
 
 
-def judge(scored: Scored | None, given: Given) -> SuiteProof:
+def judge(scored: Scored | None, given: SuiteInput) -> SuiteProof:
     """Hold each place against the reference: the likeliest token, and the divergence."""
     golden = given.golden
     if scored is None or golden is None:
@@ -74,7 +74,7 @@ def judge(scored: Scored | None, given: Given) -> SuiteProof:
     return _compare(scored.top[-len(golden.places) :], golden, given)
 
 
-def _compare(tops: tuple[Top, ...], golden: Golden, given: Given) -> SuiteProof:
+def _compare(tops: tuple[Top, ...], golden: Golden, given: SuiteInput) -> SuiteProof:
     bound = bound_for(golden, given)
     where = golden_path(given.known).name if given.known else "reference run"
     pairs = list(zip(golden.places, tops, strict=True))
@@ -108,7 +108,7 @@ def _compare(tops: tuple[Top, ...], golden: Golden, given: Given) -> SuiteProof:
     )  # fmt: skip
 
 
-def bound_for(golden: Golden, given: Given) -> Bound:
+def bound_for(golden: Golden, given: SuiteInput) -> Bound:
     """Give what the recipe says, else what was measured for the cause of the noise."""
     wanted, known = given.probe.reference, given.known
     divergence = SAME_BACKEND if _same_backend(given) else OTHER_BACKEND
@@ -121,7 +121,7 @@ def bound_for(golden: Golden, given: Given) -> Bound:
     return Bound(wanted.agreement or agreement, wanted.divergence or divergence)
 
 
-def _same_backend(given: Given) -> bool:
+def _same_backend(given: SuiteInput) -> bool:
     known, golden = given.known, given.golden
     return known is None or golden is None or known.backend == golden.backend
 

@@ -6,13 +6,12 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from bakehouse.checks import check
-from bakehouse.probe.reply import Said, Told, said_of, split_thoughts
-from bakehouse.probe.suite import Suite
-from bakehouse.probe.talk import Talk
-from bakehouse.probe.types import Given, SuiteProof
-from bakehouse.recipe.gate import SuiteName
-from bakehouse.records.model import Answer, SuiteVerdict
+from bakehouse.models import check
+from bakehouse.probe.client import Client, Completion, JsonResponse, said_of, split_thoughts
+from bakehouse.probe.models import SuiteInput, SuiteProof
+from bakehouse.probe.suites.base import Suite
+from bakehouse.recipe.models import SuiteName
+from bakehouse.runs.store import Answer, SuiteVerdict
 
 BUDGET = 128
 """Tokens at least: a model that thinks takes what probe.request gives it."""
@@ -50,7 +49,7 @@ TOOL: dict[str, Any] = {
 TOOL_TASK = "What is the weather in Paris? Use celsius."
 
 
-def _ask(talk: Talk, given: Given, task: str, **more: Any) -> Told:
+def _ask(talk: Client, given: SuiteInput, task: str, **more: Any) -> JsonResponse:
     request = given.probe.request
     budget = max(BUDGET, request.max_tokens)
     body = {
@@ -63,7 +62,7 @@ def _ask(talk: Talk, given: Given, task: str, **more: Any) -> Told:
     return talk.post("/v1/chat/completions", body, tokens=budget)
 
 
-def ask_json(talk: Talk, given: Given) -> Told:
+def ask_json(talk: Client, given: SuiteInput) -> JsonResponse:
     """Ask for an answer bound by a schema."""
     shape = {"name": "city", "strict": True, "schema": SCHEMA}
     form = {"type": "json_schema", "json_schema": shape}
@@ -77,11 +76,11 @@ class Called:
     llama-server drops tools in silence where the template has no place for them.
     """
 
-    told: Told
+    told: JsonResponse
     template_knows: bool | None
 
 
-def ask_tools(talk: Talk, given: Given) -> Called:
+def ask_tools(talk: Client, given: SuiteInput) -> Called:
     """Ask for a tool call; `required` with one tool forces that one on every engine."""
     knows = None
     if talk.endpoint.engine == "llama.cpp":
@@ -92,7 +91,7 @@ def ask_tools(talk: Talk, given: Given) -> Called:
     return Called(told, knows if isinstance(knows, bool) else None)
 
 
-def judge_json(told: Told, given: Given) -> SuiteProof:
+def judge_json(told: JsonResponse, given: SuiteInput) -> SuiteProof:
     """Judge an answer that the schema binds."""
     del given  # what is judged does not depend on it
     said = said_of(told, "chat")
@@ -122,7 +121,7 @@ def _json_fault(text: str) -> str | None:
     return None if isinstance(value["capital"], bool) else "its capital is neither true nor false"
 
 
-def judge_tools(called: Called, given: Given) -> SuiteProof:
+def judge_tools(called: Called, given: SuiteInput) -> SuiteProof:
     """Judge a forced tool call: the right tool, with arguments that its schema allows."""
     del given  # what is judged does not depend on it
     told = called.told
@@ -176,7 +175,7 @@ def _parse(text: str) -> dict[str, Any] | None:
 
 
 def _proof(
-    suite: SuiteName, task: str, said: Said, fault: str | None, expected: str,
+    suite: SuiteName, task: str, said: Completion, fault: str | None, expected: str,
     shown: str | None = None,
 ) -> SuiteProof:  # fmt: skip
     text = shown or " ".join(said.content.split())[:300] or "nothing"
@@ -188,7 +187,7 @@ def _proof(
     return SuiteProof(suite, "wrong", fault, (seen,), (answer,), hint=hint)
 
 
-def _answer(task: str, said: Said, verdict: str, why: str, text: str) -> Answer:
+def _answer(task: str, said: Completion, verdict: str, why: str, text: str) -> Answer:
     return Answer(
         question=task, mode="chat", wanted=("see the schema",), content=said.content or text,
         reasoning=said.reasoning, finish_reason=said.finish_reason, verdict=verdict, why=why,
@@ -196,7 +195,7 @@ def _answer(task: str, said: Said, verdict: str, why: str, text: str) -> Answer:
     )  # fmt: skip
 
 
-def _never_started(suite: SuiteName, task: str, said: Said) -> SuiteProof:
+def _never_started(suite: SuiteName, task: str, said: Completion) -> SuiteProof:
     why = "the budget ended before any answer"
     seen = check(f"probe.{suite}", "an answer", None, why, ok=None)
     answer = _answer(task, said, "never started", why, "")
@@ -204,7 +203,7 @@ def _never_started(suite: SuiteName, task: str, said: Said) -> SuiteProof:
     return SuiteProof(suite, "never started", why, (seen,), (answer,), hint=hint)
 
 
-def _unanswered(suite: SuiteName, told: Told, said: Said) -> SuiteProof:
+def _unanswered(suite: SuiteName, told: JsonResponse, said: Completion) -> SuiteProof:
     """A server that refuses the request lacks the capability; any other problem is its state."""
     refused = told.http_status in (400, 404, 405, 422, 501)
     verdict: SuiteVerdict = "unable" if refused else "unstable"

@@ -1,0 +1,342 @@
+"""What every engine provides.
+
+An accept rule is a pure function from these to checks, so that it is tested on recorded output;
+`build.configure` reads the output of a real build folder.
+
+Names as llama.cpp build 11434 (`tools/server/server-task.cpp`) and vLLM 0.32 give them, in the text
+format of Prometheus. A counter that an engine does not publish is None.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+from bakehouse.cuda.toolkit import Requested, Toolkit
+from bakehouse.lock import Lock
+from bakehouse.models import Check, Frozen
+from bakehouse.recipe.models import Recipe
+from bakehouse.recipe.template import Paths
+from bakehouse.recipe.types import Origin
+
+
+class Compiler(Frozen):
+    """A compiler as CMake identified it, or as it was planned."""
+
+    path: str
+    version: str
+    id: str = ""
+    """CMake's name for its maker: GNU, Clang, NVIDIA."""
+
+
+class CudaExpected(Frozen):
+    """The toolkit of a CUDA build and what is requested of it."""
+
+    toolkit: Toolkit
+    requested: Requested
+    links: dict[str, str] | None = None
+    """For a toolkit inside a container: each path that CMake chose, with all links resolved."""
+
+    def resolve(self, path: str) -> str:
+        """Resolve a path's links, on the machine of the toolkit."""
+        return os.path.realpath(path) if self.links is None else self.links.get(path, path)
+
+
+class Expected(Frozen):
+    """What the plan expects, in CMake's terms."""
+
+    generator: str
+    build_type: str
+    compilers: dict[str, Compiler]
+    """By CMake's name of the language: C, CXX, CUDA."""
+    forced: dict[str, str]
+    """Definitions that the engine needs exactly like this."""
+    asked: dict[str, str]
+    """The recipe's own definitions, as they were passed."""
+    targets: tuple[str, ...]
+    cuda: CudaExpected | None = None
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A variable in CMake's cache. Type UNINITIALIZED: no project declared it."""
+
+    value: str
+    type: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target of the build. Artifacts are paths relative to the build folder, unless absolute."""
+
+    name: str
+    type: str
+    """EXECUTABLE, SHARED_LIBRARY, MODULE_LIBRARY, STATIC_LIBRARY and so on."""
+    artifacts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A build folder after configure."""
+
+    log: tuple[str, ...]
+    log_path: str
+    cache: Mapping[str, CacheEntry]
+    cache_path: str
+    generator: str
+    compilers: Mapping[str, Compiler]
+    targets: Mapping[str, Target] = field(default_factory=dict)
+    named: frozenset[str] = frozenset()
+    """Undeclared entries of the cache that a CMake file of the source mentions."""
+
+    def line(self, number: int) -> str:
+        """Format a line of the log (counting from 1) as editors do."""
+        return f"{self.log_path}:{number}"
+
+
+AcceptRule = Callable[[Configured, Expected], Iterable[Check]]
+"""Checks a configured build before anything is compiled."""
+
+
+_SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t]*")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+MOST_POSITIONS = 1024
+"""Maximum position of a draft; a higher label is invalid."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One line of a Prometheus text."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What an engine has done since its start, in tokens unless stated otherwise."""
+
+    generated: float | None = None
+    prompted: float | None = None
+    decodes: float | None = None
+    """Passes through the model."""
+    running: float | None = None
+    """Requests in progress."""
+    waiting: float | None = None
+    """Requests in the queue."""
+    drafts: float | None = None
+    """Verified drafts."""
+    draft_tokens: float | None = None
+    accepted: float | None = None
+    """Accepted draft tokens."""
+    per_position: tuple[float, ...] = ()
+    """Accepted tokens at each position of a draft, the first position first."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is work to do, as far as the counters show."""
+        return bool((self.running or 0) + (self.waiting or 0))
+
+    def moved(self, before: Counters) -> bool | None:
+        """Whether there was progress since; None if no counter of progress is published.
+
+        A counter that fell was reset, by another server on the same port.
+        """
+        pairs = [
+            (getattr(before, name), getattr(self, name))
+            for name in ("generated", "prompted", "decodes")
+        ]
+        known = [(old, new) for old, new in pairs if old is not None and new is not None]
+        return any(old != new for old, new in known) if known else None
+
+    def since(self, before: Counters) -> Counters:
+        """Subtract an earlier reading; running and waiting requests stay as they are now."""
+        changes: dict[str, float | None] = {}
+        for one in fields(self):
+            if one.name in ("running", "waiting", "per_position"):
+                continue
+            old, new = getattr(before, one.name), getattr(self, one.name)
+            changes[one.name] = new - (old or 0) if new is not None else None
+        old_positions = (*before.per_position, *(0.0,) * len(self.per_position))
+        positions = (n - o for n, o in zip(self.per_position, old_positions, strict=False))
+        return Counters(
+            running=self.running, waiting=self.waiting, per_position=tuple(positions), **changes
+        )
+
+
+_NAMES = {
+    "generated": ("llamacpp:tokens_predicted_total", "vllm:generation_tokens_total"),
+    "prompted": ("llamacpp:prompt_tokens_total", "vllm:prompt_tokens_total"),
+    "decodes": ("llamacpp:n_decode_total",),
+    "running": ("llamacpp:requests_processing", "vllm:num_requests_running"),
+    "waiting": ("llamacpp:requests_deferred", "vllm:num_requests_waiting"),
+    "drafts": ("llamacpp:spec_decode_num_drafts_total", "vllm:spec_decode_num_drafts_total"),
+    "draft_tokens": (
+        "llamacpp:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_draft_tokens_total",
+    ),
+    "accepted": (
+        "llamacpp:spec_decode_num_accepted_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
+    ),
+}
+_PER_POSITION = (
+    "llamacpp:spec_decode_num_accepted_tokens_per_pos_total",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+)
+
+
+def samples(text: str) -> tuple[Sample, ...]:
+    """Parse a Prometheus text; other lines are skipped."""
+    found = []
+    for line in text.splitlines():
+        if line.startswith("#") or not (matched := _SAMPLE.fullmatch(line)):
+            continue
+        try:
+            value = float(matched[3])
+        except ValueError:
+            continue
+        found.append(Sample(matched[1], dict(_LABEL.findall(matched[2] or "")), value))
+    return tuple(found)
+
+
+def read_counters(text: str | None) -> Counters | None:
+    """Read an engine's counters, summed over its workers; None if the text has none."""
+    seen = samples(text or "")
+    totals: dict[str, float] = {}
+    positions: dict[int, float] = {}
+    for sample in seen:
+        totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+        where = sample.labels.get("position", "")
+        if sample.name in _PER_POSITION and where.isdecimal() and int(where) < MOST_POSITIONS:
+            positions[int(where)] = positions.get(int(where), 0.0) + sample.value
+    values = {
+        field: next((totals[name] for name in names if name in totals), None)
+        for field, names in _NAMES.items()
+    }
+    if not any(value is not None for value in values.values()):
+        return None
+    last = max(positions, default=-1)
+    return Counters(per_position=tuple(positions.get(n, 0.0) for n in range(last + 1)), **values)
+
+
+NONCE_ALIAS = "~bakehouse-"
+"""Prefix of the nonce of a run, in the second name of a server."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The response to one request; status 0 if there was none."""
+
+    status: int
+    body: Any
+    """The parsed JSON; None for any other text."""
+    text: str
+
+    @property
+    def says(self) -> str:
+        """One short line for the console."""
+        first = " ".join(self.text.split())[:120]
+        return f"HTTP {self.status}: {first}".rstrip(": ") if self.status else f"no answer: {first}"
+
+
+class Requirements(Frozen):
+    """What a server of any engine has to show; each engine adds to it.
+
+    None or False means that nothing is asked for and nothing is checked. Context in tokens.
+    """
+
+    name: str
+    model_path: str
+    """As seen by the engine."""
+    context: int | None = None
+    key: bool = False
+    speculation: str | None = None
+    version: str | None = None
+    """The version that the image reports, if it was queried."""
+    known_losses: frozenset[str] = frozenset()
+    """Signatures of lost features that a patch is known to cause and that are accepted."""
+
+
+class Engine(Protocol):
+    """One engine. `engine_of` gives it by name."""
+
+    name: str
+    """As recipes name it."""
+    server: str
+    """Name of its server in messages."""
+    health: str
+    """Expected response of `/health`, as text."""
+    evidence: tuple[str, ...]
+    """Paths that are requested as evidence once it is healthy."""
+    guarded: str
+    """A path that must refuse requests without the API key, if there is one."""
+    inside_port: int
+    """Port inside a container."""
+    key_variable: str
+    """Environment variable with the API key, in a container."""
+    environment: Mapping[str, str]
+    """Variables of its container that a recipe may change."""
+    forced_environment: Mapping[str, str]
+    """Variables of its container that a recipe cannot change."""
+
+    def served(self, weights: Paths) -> str:
+        """Give the path by which the server reports its model."""
+
+    def arguments(self, command: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
+        """Parse a command: each flag in its normal spelling, with its value, in order.
+
+        `command[0]` is the program. Never raises: a recipe's template is parsed as well.
+        """
+
+    def refuse(
+        self, command: Sequence[str], recipe: Recipe, origin: Origin, lock: Lock | None = None
+    ) -> None:
+        """Raise RecipeError for flags that a command must not contain, or has to."""
+
+    def additions(
+        self, command: Sequence[str], recipe: Recipe, *, host: str, port: int, key_file: str | None
+    ) -> tuple[tuple[str, ...], int]:
+        """Give the arguments that readiness needs, and the index of the nonce's among them."""
+
+    def features(
+        self, recipe: Recipe, lock: Lock, command: Sequence[str], model_path: str
+    ) -> Requirements:
+        """Derive what the server has to show."""
+
+    def expectations(self, asked: Requirements) -> tuple[str, ...]:
+        """Describe the expectations as text."""
+
+    def healthy(self, answer: Answer) -> bool:
+        """Whether a response of `/health` is this engine's "ok"."""
+
+    def model_names(self, body: Any) -> tuple[str, ...]:
+        """Names in a response of `/v1/models`; empty if it has another shape."""
+
+    def stage(self, line: str) -> str | None:
+        """Describe the loading stage that a log line reports; None for every other line."""
+
+    def judge(
+        self, asked: Requirements, answers: Mapping[str, Answer], log: Sequence[str]
+    ) -> tuple[Check, ...]:
+        """Compare what was asked for with the responses at `evidence` and the log."""
+
+    def asked_for(self, asked: Requirements) -> frozenset[str]:
+        """Ids of log signatures for what the recipe itself asks for."""
+
+
+def engine_of(name: str) -> Engine:
+    """Give an engine by its name in recipes. Raises KeyError for another name."""
+    if name == "vllm":
+        from bakehouse.engines.vllm.engine import Vllm
+
+        return Vllm()
+    if name == "llama.cpp":
+        from bakehouse.engines.llamacpp.engine import LlamaCpp
+
+        return LlamaCpp()
+    raise KeyError(name)

@@ -1,0 +1,1 @@
+"""Scripts that run inside an image; they import nothing of ours."""

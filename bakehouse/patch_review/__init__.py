@@ -1,0 +1,1 @@
+"""What a patch does to a server, with and without it."""

@@ -1,0 +1,201 @@
+"""Run suites and conclude."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from bakehouse.errors import BakehouseError, NotCorrect, NotHealthy
+from bakehouse.models import Verdict, check
+from bakehouse.probe.answers import overall
+from bakehouse.probe.client import DEFAULT_LIMITS, Client, ProbeContext, RequestLimits, served
+from bakehouse.probe.golden import read_golden
+from bakehouse.probe.logprobs import Scored, greedy, score_text, score_tokens
+from bakehouse.probe.models import (
+    Endpoint,
+    Golden,
+    GoldenText,
+    Proof,
+    ServedModel,
+    SuiteInput,
+    SuiteProof,
+)
+from bakehouse.probe.suites import REGISTRY
+from bakehouse.probe.suites.base import run_suite
+from bakehouse.probe.suites.likelihood import SAME_BACKEND, data_digest, texts
+from bakehouse.probe.suites.reference import PLACES, PROMPT, TOP, places_of
+from bakehouse.recipe.models import Probe, SuiteName, default_suites
+from bakehouse.runs.store import Answer, SuiteVerdict
+from bakehouse.system.http import Http, Unreachable
+
+WORST: tuple[SuiteVerdict, ...] = (
+    "wrong", "never started", "unstable", "unable", "true (provisional)", "true",
+)  # fmt: skip
+"""Which verdict speaks for all suites: the first of these that any of them came to."""
+
+SUSPECTS = (
+    "do not trust this server: suspect the build (toolkit, kernels), the quantisation, the chat "
+    "template and the last flag that changed, in this order"
+)
+
+
+def run_probe(
+    ctx: ProbeContext,
+    endpoint: Endpoint,
+    probe: Probe,
+    *,
+    known: ServedModel | None = None,
+    patience: RequestLimits = DEFAULT_LIMITS,
+    spare: Collection[SuiteName] = (),
+) -> Proof:
+    """Ask what the recipe wants asked, and judge it. Never raises for what a server does.
+
+    Suites that are `spare` are left out where they are beyond the server. Raises LockError where
+    the golden values of `known` cannot be read.
+    """
+    given = SuiteInput(_with_model(ctx.http, endpoint), probe, known, read_golden(known))
+    proofs: list[SuiteProof] = []
+    for name in probe.suites or default_suites(endpoint.engine):
+        if lost := next((p for p in proofs if p.lost), None):
+            proofs.append(_not_asked(name, lost))
+        else:
+            proofs.append(run_suite(ctx, REGISTRY[name], given, patience))
+    kept = [p for p in proofs if not (p.suite in spare and p.verdict == "unable")]
+    return conclude(kept or proofs)
+
+
+def conclude(proofs: Sequence[SuiteProof]) -> Proof:
+    """Give the verdict over all suites, with the one sentence that a person needs."""
+    checks = tuple(c for p in proofs for c in p.checks)
+    word = worst(proofs).verdict
+    verdict = overall(checks)
+    says = {
+        Verdict.PASSED: _PASSED.get(word, "answers correctly"),
+        Verdict.FAILED: "does not answer correctly",
+        Verdict.UNKNOWN: "is not proven",
+    }[verdict]
+    told = proofs if verdict is Verdict.PASSED else [p for p in proofs if not p.good]
+    summary = f"the server {says}: " + "; ".join(f"{p.suite} {p.summary}" for p in told)
+    answers = tuple(a for p in proofs for a in p.answers)
+    return Proof(checks, answers, verdict, summary, tuple(proofs), word)
+
+
+_PASSED = {"true (provisional)": "answers correctly (provisional: no golden value to hold it to)"}
+
+
+def worst(proofs: Sequence[SuiteProof]) -> SuiteProof:
+    """Give the suite that speaks for all: the first of those with the worst verdict."""
+    return min(proofs, key=lambda p: WORST.index(p.verdict))
+
+
+def _not_asked(name: SuiteName, lost: SuiteProof) -> SuiteProof:
+    why = f"not asked, since nobody answered {lost.suite}"
+    unknown = check(f"probe.{name}", "answers", None, why, ok=None)
+    return SuiteProof(name, "unstable", why, (unknown,), lost=True)
+
+
+def _with_model(http: Http, endpoint: Endpoint) -> Endpoint:
+    """Name the model to ask for, where nobody did: the first that the server lists."""
+    if endpoint.model:
+        return endpoint
+    try:
+        models = served(http, endpoint).models
+    except Unreachable:
+        return endpoint  # the questions will tell
+    return replace(endpoint, model=models[0]) if models else endpoint
+
+
+def explain(proof: Proof, where: str) -> BakehouseError | None:
+    """Give the error that says why this is no proof; None where it is one.
+
+    NotHealthy where too little was answered at all or a capability is missing, NotCorrect where
+    answers were wrong, or where the model never came to an answer.
+    """
+    if proof.passed:
+        return None
+    first = worst(proof.suites)
+    failed = any(c.verdict is Verdict.FAILED for c in first.checks)
+    kind: type[BakehouseError] = NotCorrect
+    if first.verdict == "unable" or (first.verdict == "unstable" and not failed):
+        kind = NotHealthy
+    return kind(proof.summary, where=where, hint=first.hint or SUSPECTS, checks=proof.checks)
+
+
+def answer_lines(answers: Sequence[Answer]) -> list[str]:
+    """Give one line an answer: verdict, question, what was said. Untrusted text, not cleaned."""
+    width = max((len(a.verdict) for a in answers), default=0)
+    return [f"{a.verdict:{width}}  {a.question}  {_said(a)}" for a in answers]
+
+
+def _said(answer: Answer) -> str:
+    text = " ".join((answer.content.strip() or answer.reasoning.strip())[:400].split())
+    short = text if len(text) <= 80 else f"{text[:77]}..."
+    parts = [f"-> {short}" if short else f"-> nothing ({answer.why})"]
+    if short and answer.verdict != "right":
+        parts.append(f"({answer.why})")
+    if answer.verdict == "right" and answer.found_in == "reasoning":
+        parts.append("(found in the reasoning)")
+    return " ".join(parts)
+
+
+def take_golden(
+    ctx: ProbeContext,
+    endpoint: Endpoint,
+    known: ServedModel,
+    *,
+    version: str = "",
+    patience: RequestLimits = DEFAULT_LIMITS,
+) -> Golden:
+    """Ask for everything that golden values hold. Raises NotHealthy where the server cannot.
+
+    Whether the server may be believed is for the caller to know.
+    """
+    talk = Client(ctx, endpoint, patience)
+    scored = {name: _good(score_text(talk, text), endpoint) for name, text in texts().items()}
+    run = _good(greedy(talk, PROMPT, PLACES), endpoint)
+    count = len(run.logprobs)
+    reference = _good(score_tokens(talk, run.tokens, top=TOP), endpoint)
+    return Golden(
+        weights16=known.weights16,
+        kv_cache=known.kv_cache,
+        backend=known.backend,
+        identity=known.identity,
+        version=version,
+        data=data_digest(),
+        texts={
+            name: GoldenText(tokens=one.tokens, logprobs=tuple(round(p, 4) for p in one.logprobs))
+            for name, one in scored.items()
+        },
+        prompt=run.tokens[:-count],
+        places=places_of(reference, count),
+    )
+
+
+def _good(scored: Scored, endpoint: Endpoint) -> Scored:
+    if scored.trouble:
+        raise NotHealthy(
+            f"golden values cannot be taken: {scored.problem}", where=endpoint.url,
+            hint="the engine must give probabilities of tokens", id="golden",
+        )  # fmt: skip
+    return scored
+
+
+def change(before: Golden, after: Golden) -> str | None:
+    """Say how far new golden values are from those that they replace; None where they are near."""
+    pairs = [
+        (was, now)
+        for name, old in before.texts.items()
+        if (new := after.texts.get(name)) and new.tokens == old.tokens
+        for was, now in zip(old.logprobs, new.logprobs, strict=True)
+    ]
+    if not pairs:
+        return "the golden values before were of other texts or tokens"
+    mean = math.fsum(was - now for was, now in pairs) / len(pairs)
+    spread = math.fsum(abs(was - now) for was, now in pairs) / len(pairs)
+    if abs(mean) <= SAME_BACKEND.mean and spread <= SAME_BACKEND.spread:
+        return None
+    return (
+        f"the golden values before were others: {mean:+.4f} nats a token now, single tokens "
+        f"{spread:.4f} apart; one of the two servers is wrong, or something was changed on purpose"
+    )

