@@ -87,8 +87,8 @@ def test_install_ships_recipes_and_writes_locks_and_golden_values_to_the_users_f
     script = (
         "from bakehouse.paths import shipped\n"
         "from bakehouse.probe.golden import golden_path, write_golden\n"
-        "from bakehouse.probe.models import Golden, Known\n"
-        "known = Known('26fcd31c7399c1d6', 'f16', 'cpu', '', shipped('recipes') / 'golden')\n"
+        "from bakehouse.probe.models import Golden, ServedModel\n"
+        "known = ServedModel('26fcd31c7399c1d6', 'f16', 'cpu', '', shipped('recipes') / 'golden')\n"
         "golden = Golden.model_validate_json(golden_path(known).read_bytes())\n"
         "print(write_golden(known, golden) == golden_path(known), golden_path(known))\n"
     )

@@ -299,7 +299,7 @@ import sys
 from pathlib import Path
 from bakehouse.commands import lock
 from bakehouse.context import Context
-from bakehouse.places import Places
+from bakehouse.paths import Places
 home = Path(sys.argv[1])
 ctx = Context(places=Places(home / "cache", home / "state"), recipes=Path(sys.argv[2]))
 lock.run(ctx, lock.Options(recipe="test"))

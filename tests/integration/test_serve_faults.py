@@ -346,8 +346,8 @@ from pathlib import Path
 sys.path[:0] = {paths!r}
 {before}
 from bakehouse.context import Context
-from bakehouse.places import Places
-from bakehouse.serve.bring import bring_up
+from bakehouse.paths import Places
+from bakehouse.server.session import start_or_reuse
 from tests.support.serving import Notes, order, proof
 ctx = Context(Places(Path({cache!r}), Path({state!r})), Path("."))
 def slowly(endpoint):
@@ -356,7 +356,7 @@ def slowly(endpoint):
     return proof()
 run = Path({run!r})
 try:
-    ready = bring_up(ctx, order(ctx, "stray", foreground={foreground}), slowly, Notes(run))
+    ready = start_or_reuse(ctx, order(ctx, "stray", foreground={foreground}), slowly, Notes(run))
     print("again" if ready.again else "ready", flush=True)
     if ready.connection:
         time.sleep(60)
@@ -416,8 +416,8 @@ def test_serve_leaves_a_verified_server_running(context: Context, notes: Notes) 
 
 
 RENAME = """
-from bakehouse.serve import keeper
-keeper.__name__ = keeper.__package__ + ".warden"
+from bakehouse.server import supervisor
+supervisor.__name__ = supervisor.__package__ + ".warden"
 """
 
 
