@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -57,7 +57,7 @@ class Checkpoint:
 
     @property
     def largest(self) -> CheckpointFile:
-        """The largest file: what a loader that goes file by file has to hold."""
+        """The largest file, which a loader that reads file by file has to hold."""
         return max(self.files, key=lambda file: file.size)
 
     @property
@@ -67,26 +67,25 @@ class Checkpoint:
 
     @cached_property
     def tensor_bytes(self) -> int:
-        """Bytes of all tensors: what has to be in memory, headers apart."""
+        """Bytes of all tensors, without headers."""
         return sum(tensor.size for tensor in self.tensors)
 
     @cached_property
     def parameters(self) -> int:
-        """How many weights the model has; packed integers count as the values they hold."""
-        return sum(self._weights_in(tensor) for tensor in self.tensors)
-
-    def _weights_in(self, tensor: Tensor) -> int:
+        """Number of weights; packed integers count as the values they hold."""
         if self.format == "gguf":
-            return tensor.elements
-        if _SCALES.search(tensor.name):
-            return 0
-        if _PACKED.search(tensor.name) and tensor.type in {"I32", "U32", "U8", "I8"}:
-            return tensor.size * 8 // _quant_bits(self.metadata)
-        return tensor.elements
+            return sum(tensor.elements for tensor in self.tensors)
+        total, bits = 0, _quant_bits(self.metadata)
+        for tensor in self.tensors:
+            if _PACKED.search(tensor.name) and tensor.type in {"I32", "U32", "U8", "I8"}:
+                total += tensor.size * 8 // bits
+            elif not _SCALES.search(tensor.name):
+                total += tensor.elements
+        return total
 
     @cached_property
     def types(self) -> dict[str, tuple[int, int]]:
-        """Element type to how many tensors and bytes have it, most bytes first."""
+        """Element type to (number of tensors, bytes), most bytes first."""
         found: dict[str, tuple[int, int]] = {}
         for tensor in self.tensors:
             count, size = found.get(tensor.type, (0, 0))
@@ -95,13 +94,13 @@ class Checkpoint:
 
     @cached_property
     def formats(self) -> frozenset[str]:
-        """Element types of weights, scales apart, and the formats that a config.json names.
+        """Element types of weights (without scales), and formats that a config.json names.
 
-        Packed FP4 stands in bytes whose type says nothing, beside scales in FP8.
+        Packed FP4 is stored in plain bytes, with scales in FP8.
         """
         types = {tensor.type for tensor in self.tensors if not _SCALES.search(tensor.name)}
-        told = self.metadata.get("quantization_config") if self.format == "safetensors" else None
-        named = [told.get(key) for key in _FORMAT_KEYS] if isinstance(told, Mapping) else []
+        quant = self.metadata.get("quantization_config") if self.format == "safetensors" else None
+        named = [quant.get(key) for key in _FORMAT_KEYS] if isinstance(quant, Mapping) else []
         found = (_FORMAT.search(name) for name in named if isinstance(name, str))
         return frozenset(types | {one[0].upper() for one in found if one})
 
@@ -112,10 +111,10 @@ class Checkpoint:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Bytes of weights that one decoded token reads, without a cache: the roofline's size.
+        """Bytes of weights that decoding one token reads (for the roofline).
 
-        All of a dense model. Of routed experts only the share that is used; of a separate input
-        embedding one row, counted as nothing; of vision, projector and MTP layers nothing.
+        Everything in a dense model; of routed experts the used share; not the separate input
+        embedding (one row), vision, projector and MTP layers.
         """
         shape = self.shape
         share = shape.experts_used / shape.experts if shape.experts else 1.0
@@ -149,13 +148,13 @@ _LAYER = re.compile(r"^(?:blk|(?:model\.)?(?:language_model\.)?(?:model\.)?layer
 
 
 def layer_number(name: str) -> int:
-    """The layer that a tensor belongs to; -1 for none."""
+    """Number of the layer that a tensor belongs to; -1 for none."""
     found = _LAYER.match(name)
     return int(found[1]) if found else -1
 
 
 def _quant_bits(config: Mapping[str, Any]) -> int:
-    """Bits of a packed weight, as quantization_config says; 4 where it does not."""
+    """Bits of a packed weight by quantization_config; 4 by default."""
     quant = config.get("quantization_config")
     if not isinstance(quant, dict):
         return 4
@@ -169,8 +168,9 @@ def _quant_bits(config: Mapping[str, Any]) -> int:
     return bits if isinstance(bits, int) and 1 <= bits <= 16 else 4
 
 
-SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
-SHARD_NAME = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
+SHARD_NAME = re.compile(
+    r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.(?P<format>gguf|safetensors)$"
+)
 INDEX = "model.safetensors.index.json"
 MAX_INDEX = 256 * 2**20
 
@@ -188,9 +188,9 @@ def read_path(path: Path) -> Checkpoint:
 
 
 def read_paths(paths: Sequence[Path]) -> Checkpoint:
-    """Read a model whose files are all named. Raises NotFound or CheckpointError."""
+    """Read a model from the paths of all its files. Raises NotFound or CheckpointError."""
     if not paths:
-        raise NotFound("no weight file is named", hint="name at least one file")
+        raise NotFound("no weight files given", hint="name at least one file")
     if any(path.suffix == ".safetensors" for path in paths):
         weights = [path for path in paths if path.suffix == ".safetensors"]
         return _safetensors(weights, weights[0].parent)
@@ -199,22 +199,28 @@ def read_paths(paths: Sequence[Path]) -> Checkpoint:
 
 
 def split_paths(path: Path) -> list[Path]:
-    """All files of a split GGUF, told from the name of one; itself where it is not split."""
-    found = SPLIT_NAME.match(path.name)
-    if not found or not 1 <= int(found["count"]) <= 10_000:
+    """All files of a split GGUF, by the name of one; only `path` if it is not split.
+
+    Raises NotFound if some are missing.
+    """
+    found = SHARD_NAME.match(path.name)
+    count = int(found["count"]) if found and found["format"] == "gguf" else 0
+    if not found or not 1 <= count <= 10_000:
         return [path]
-    count = int(found["count"])
     names = (f"{found['stem']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1))
     paths = [path.with_name(name) for name in names]
-    missing = [p.name for p in paths if not p.exists()]
-    if missing:
-        raise NotFound(
-            f"{len(missing)} of {count} files of the split model are not there: "
-            + ", ".join(missing[:4]) + (" ..." if len(missing) > 4 else ""),
-            where=str(path.parent),
-            hint="fetch all of them; a split model is loaded whole",
-        )  # fmt: skip
+    if missing := [p.name for p in paths if not p.exists()]:
+        raise _missing(missing, count, path.parent)
     return paths
+
+
+def _missing(names: Sequence[str], count: int, where: Path | str) -> NotFound:
+    shown = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
+    return NotFound(
+        f"{len(names)} of {count} files of the model are missing: {shown}",
+        where=str(where),
+        hint="fetch all of them; a model is loaded whole",
+    )
 
 
 def _gguf(paths: Sequence[Path]) -> Checkpoint:
@@ -226,51 +232,43 @@ def _gguf(paths: Sequence[Path]) -> Checkpoint:
 
 
 def join_gguf(headers: Sequence[GgufHeader]) -> Checkpoint:
-    """Put the headers of one model together. Raises CheckpointError where they do not fit."""
+    """Combine the headers of one model. Raises CheckpointError if they do not match."""
     ordered = sorted(headers, key=lambda h: h.split_number)
     first = ordered[0]
     _check_splits(ordered)
-    seen: dict[str, str] = {}
-    for header in ordered:
-        for tensor in header.tensors:
-            if tensor.name in seen:
-                raise _twice(tensor.name, seen[tensor.name], header.name)
-            seen[tensor.name] = header.name
-    declared = first.metadata.get("split.tensors.count")
-    if len(ordered) > 1 and isinstance(declared, int) and declared != len(seen):
+    files = tuple(CheckpointFile(h.name, h.file_size, h.tensors) for h in ordered)
+    held, declared = len(_tensor_files(files)), first.metadata.get("split.tensors.count")
+    if len(ordered) > 1 and isinstance(declared, int) and declared != held:
         raise CheckpointError(
-            f"the split model declares {declared} tensors, its files hold {len(seen)}",
+            f"the split model declares {declared} tensors, its files hold {held}",
             where=first.name,
             hint="the files come from different downloads; fetch all of them again",
         )
-    files = tuple(CheckpointFile(h.name, h.file_size, h.tensors) for h in ordered)
     return Checkpoint("gguf", files, gguf_shape(first.metadata, first.name), first.metadata)
 
 
 def _check_splits(headers: Sequence[GgufHeader]) -> None:
     first = headers[0]
     for header in headers:
-        named = SPLIT_NAME.match(PurePosixPath(header.name).name)
-        if header.split_count > 1 and not named:
+        if header.split_count > 1 and not SHARD_NAME.match(PurePosixPath(header.name).name):
             merged = header.trailing > 65_536
             raise CheckpointError(
-                f"this file is the first of {header.split_count} splits by its header, and its "
-                "name is not a split's name"
-                + (": the splits were put together with cat" if merged else ""),
+                f"the header says this is one of {header.split_count} splits, but the file name "
+                "does not" + (": the splits were joined with cat" if merged else ""),
                 where=f"{header.name}, split.count = {header.split_count}",
-                hint="join splits with llama-gguf-split --merge, or give the first of the "
+                hint="join splits with llama-gguf-split --merge, or use the first of the "
                 "original files (NAME-00001-of-N.gguf)",
                 id="checkpoint-merged-by-cat",
             )
     numbers = [header.split_number for header in headers]
     counts = {header.split_count for header in headers}
     if counts != {len(headers)} or numbers != list(range(len(headers))):
-        have = ", ".join(str(n + 1) for n in numbers[:20])
+        given = ", ".join(str(n + 1) for n in numbers[:20])
         raise CheckpointError(
-            f"the files do not make one whole: {len(headers)} are given, their headers say "
-            f"{'/'.join(map(str, sorted(counts)))} in all, numbers {have}",
+            f"the files are not one complete model: {len(headers)} files given, with numbers "
+            f"{given} of {'/'.join(map(str, sorted(counts)))} by their headers",
             where=first.name,
-            hint="fetch every split of one and the same model",
+            hint="fetch every split of the same model",
         )
 
 
@@ -278,25 +276,18 @@ def _read_folder(folder: Path) -> Checkpoint:
     weights = sorted(folder.glob("*.safetensors"))
     if weights:
         return _safetensors(weights, folder)
-    # Projectors lie beside their model and are models of their own.
+    # Projectors are stored beside their model, but are models of their own.
     ggufs = sorted(p for p in folder.glob("*.gguf") if not p.name.startswith("mmproj"))
-    firsts = [p for p in ggufs if not (m := SPLIT_NAME.match(p.name)) or m["number"] == "00001"]
+    firsts = [p for p in ggufs if not (m := SHARD_NAME.match(p.name)) or m["number"] == "00001"]
     if len(firsts) == 1:
         return read_path(firsts[0])
+    what, hint = "no weight files (.gguf, .safetensors) in the folder", "fetch the weights"
     if firsts:
-        raise NotFound(
-            f"the folder holds {len(firsts)} models: {', '.join(p.name for p in firsts[:6])}",
-            where=str(folder),
-            hint="name one of them",
-        )
-    config = (folder / "config.json").is_file()
-    raise NotFound(
-        "there is a config.json and no weight file: only the configuration was fetched"
-        if config
-        else "there is no weight file (.gguf, .safetensors) in the folder",
-        where=str(folder),
-        hint="fetch the weights",
-    )
+        names = ", ".join(p.name for p in firsts[:6])
+        what, hint = f"the folder holds {len(firsts)} models: {names}", "name one of them"
+    elif (folder / "config.json").is_file():
+        what = "config.json without weight files: only the configuration was fetched"
+    raise NotFound(what, where=str(folder), hint=hint)
 
 
 def _safetensors(paths: Sequence[Path], folder: Path) -> Checkpoint:
@@ -304,11 +295,7 @@ def _safetensors(paths: Sequence[Path], folder: Path) -> Checkpoint:
     if index is not None and any(path.name in index.values() for path in paths):
         names = sorted(set(index.values()))
         if missing := [name for name in names if not (folder / name).is_file()]:
-            raise NotFound(
-                f"{len(missing)} of {len(names)} shards are not there: {', '.join(missing[:4])}",
-                where=str(folder / INDEX),
-                hint="fetch all shards that the index names",
-            )
+            raise _missing(missing, len(names), folder / INDEX)
         paths = [folder / name for name in names]
     else:
         check_numbers([path.name for path in paths], str(folder))
@@ -323,23 +310,16 @@ def _safetensors(paths: Sequence[Path], folder: Path) -> Checkpoint:
 
 
 def check_numbers(names: Sequence[str], where: str) -> None:
-    """See that of shards which are numbered in their names all are there. Raises NotFound."""
-    have: dict[tuple[str, str], set[int]] = {}
-    for name in names:
-        if found := SHARD_NAME.match(name):
-            have.setdefault((found["stem"], found["count"]), set()).add(int(found["number"]))
-    for (stem, count), numbers in have.items():
-        if missing := sorted(set(range(1, int(count) + 1)) - numbers):
-            shown = ", ".join(f"{stem}-{n:05d}-of-{count}.safetensors" for n in missing[:4])
-            raise NotFound(
-                f"{len(missing)} of {int(count)} shards are not there: {shown}",
-                where=where,
-                hint="fetch all of them; a model is loaded whole",
-            )
+    """Check that no number is missing among numbered safetensors shards. Raises NotFound."""
+    found = [match for match in map(SHARD_NAME.match, names) if match]
+    for stem, count in dict.fromkeys((match["stem"], match["count"]) for match in found):
+        numbered = (f"{stem}-{n:05d}-of-{count}.safetensors" for n in range(1, int(count) + 1))
+        if missing := sorted(set(numbered) - set(names)):
+            raise _missing(missing, int(count), where)
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read `weight_map` of an index: tensor to file name. Raises CheckpointError."""
+    """Read the `weight_map` of an index: tensor to file name. Raises CheckpointError."""
     with FileSource(path) as source:
         if source.size > MAX_INDEX:
             raise _bad_index(path, f"it has {source.size} bytes")
@@ -348,34 +328,27 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def parse_index(raw: bytes, path: Path | PurePosixPath) -> dict[str, str]:
-    """Read an index's bytes; `path` is what messages call it. Raises CheckpointError."""
+    """Parse an index's bytes; `path` is for messages. Raises CheckpointError."""
     try:
-        data = json.loads(raw.decode())
-        weights = data["weight_map"]
+        weights = json.loads(raw.decode())["weight_map"]
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         if raw[:1] != b"{":
             raise wrong_format(BytesSource(str(path), raw), "safetensors index", raw) from error
         raise _bad_index(path, "it is not JSON with a weight_map") from error
     if not isinstance(weights, dict) or not weights:
-        raise _bad_index(path, "its weight_map is empty or no map")
+        raise _bad_index(path, "its weight_map is empty or not a map")
     for name in set(map(str, weights.values())):
-        # Only plain names: an index must not lead out of its folder.
+        # Only plain names: an index must not point outside its folder.
         if not name.endswith(".safetensors") or PurePosixPath(name).name != name or "\0" in name:
             raise _bad_index(path, f"it names the file {name!r}")
     return {str(k): str(v) for k, v in weights.items()}
 
 
 def check_shards(files: Sequence[CheckpointFile], index: dict[str, str] | None) -> None:
-    """Every tensor once, and where the index says. Raises CheckpointError."""
-    home: dict[str, str] = {}
-    for tensor, file in _places(files):
-        if tensor in home:
-            raise _twice(tensor, home[tensor], file)
-        home[tensor] = file
-    if index is None:
-        return
-    for tensor, named in index.items():
-        real = home.get(tensor)
+    """Check that each tensor is there once, where the index says. Raises CheckpointError."""
+    held = _tensor_files(files)
+    for tensor, named in (index or {}).items():
+        real = held.get(tensor)
         if real is None or PurePosixPath(real).name != named:
             where = f"in {PurePosixPath(real).name}" if real else "nowhere"
             raise CheckpointError(
@@ -385,17 +358,21 @@ def check_shards(files: Sequence[CheckpointFile], index: dict[str, str] | None) 
             )
 
 
-def _places(files: Sequence[CheckpointFile]) -> Iterator[tuple[str, str]]:
-    return ((tensor.name, file.name) for file in files for tensor in file.tensors)
-
-
-def _twice(tensor: str, one: str, other: str) -> CheckpointError:
-    return CheckpointError(
-        f"the tensor {tensor!r} is in two files: which one counts would depend on the loader",
-        where=f"{one} and {other}",
-        hint="take a checkpoint without duplicates, or write one with `invoke reshard`",
-        id="checkpoint-duplicate-tensor",
-    )
+def _tensor_files(files: Sequence[CheckpointFile]) -> dict[str, str]:
+    """Map each tensor to its file. Raises CheckpointError for a tensor in two files."""
+    held: dict[str, str] = {}
+    for file in files:
+        for tensor in file.tensors:
+            if tensor.name in held:
+                raise CheckpointError(
+                    f"the tensor {tensor.name!r} is in two files: which one is used depends on "
+                    "the loader",
+                    where=f"{held[tensor.name]} and {file.name}",
+                    hint="use a checkpoint without duplicates, or write one with `invoke reshard`",
+                    id="checkpoint-duplicate-tensor",
+                )
+            held[tensor.name] = file.name
+    return held
 
 
 def _bad_index(path: Path | PurePosixPath, what: str) -> CheckpointError:
@@ -406,8 +383,8 @@ def _bad_index(path: Path | PurePosixPath, what: str) -> CheckpointError:
 
 def _config(path: Path) -> tuple[dict[str, Any], ModelShape]:
     if not path.is_file():
-        nothing = ("there is no config.json: layers and cache sizes are not known",)
-        return {}, ModelShape("", (), assumptions=nothing)
+        unknown = ("config.json not found: layers and cache sizes are unknown",)
+        return {}, ModelShape("", (), assumptions=unknown)
     with FileSource(path) as source:
         config = parse_config(source.read(0, MAX_CONFIG), str(path))
     return config, hf_shape(config, str(path))

@@ -1,23 +1,23 @@
 """GGUF headers and tensor types.
 
-Every length in the file is hostile until it fits what is left of the file. A header gives a value
-or a CheckpointError, in time and memory bounded by `MAX_HEADER`, whatever the bytes are. The
-format: ggml/docs/gguf.md; limits on keys, dimensions and alignment as llama.cpp's gguf.cpp has
-them.
+Any input gives a header or a CheckpointError, in time and memory bounded by `MAX_HEADER`: no length
+is trusted before it fits in the rest of the file. Format: ggml/docs/gguf.md; limits on keys,
+dimensions and alignment: llama.cpp's gguf.cpp.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from bakehouse.checkpoints.reader import ByteSource, wrong_format
+from bakehouse.checkpoints.reader import ByteSource, damaged, wrong_format
 from bakehouse.errors import CheckpointError
 
 
 class Tensor(NamedTuple):
-    """One tensor: shape in elements as the file orders it, place in the file in bytes."""
+    """One tensor: shape in elements in the order of the file, offset and size in bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,15 +29,12 @@ class Tensor(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many values it holds (packed formats count what is stored)."""
-        count = 1
-        for dimension in self.shape:
-            count *= dimension
-        return count
+        """Number of values (for packed formats, of stored ones)."""
+        return math.prod(self.shape)
 
 
 class GgmlType(NamedTuple):
-    """A ggml element type: `block` elements take `size` bytes together."""
+    """A ggml element type: `block` elements take `size` bytes."""
 
     name: str
     block: int
@@ -81,7 +78,7 @@ GGML_TYPES: dict[int, GgmlType] = {
     41: GgmlType("Q1_0", 128, 18),
     42: GgmlType("Q2_0", 64, 18),
 }
-"""By the number in the file; from ggml/include/ggml.h and ggml-common.h, llama.cpp build 11434."""
+"""By number in the file; from ggml/include/ggml.h and ggml-common.h, llama.cpp build 11434."""
 
 GGML_BY_NAME = {kind.name.lower(): kind for kind in GGML_TYPES.values()}
 
@@ -97,20 +94,20 @@ SAFETENSORS_BITS: dict[str, int] = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-"""Bits an element takes; the types of the safetensors format, version 0.7."""
+"""Bits per element; the types of the safetensors format, version 0.7."""
 
 
 MAX_HEADER = 256 * 2**20
 """Bytes: the largest tokenizers take about 20 MiB."""
 MAX_TENSORS = 500_000
 MAX_STRING = 4 * 2**20
-"""Bytes of one kept string; the longest chat templates take about 0.1 MiB."""
+"""Bytes of one string; the longest chat templates take about 0.1 MiB."""
 MAX_KEYS = 65_536
 """Metadata keys; files have about 50."""
 MAX_KEPT = 4096
-"""Elements of an array that are kept; of longer ones only the type and the count are."""
+"""Maximum elements of an array that is kept; of longer ones only type and length are."""
 MAX_KEPT_IN_ALL = 2**18
-"""Elements of all kept arrays together; what follows is passed over like a long array."""
+"""Maximum elements of all kept arrays together; later arrays are skipped like long ones."""
 MAX_KEY = 65_535
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
@@ -147,24 +144,24 @@ class GgufHeader:
 
     @property
     def trailing(self) -> int:
-        """Bytes behind the last tensor; more than padding means that something was appended."""
+        """Bytes after the last tensor; more than padding means that something was appended."""
         return max(0, self.file_size - self.data_end)
 
     @property
     def split_count(self) -> int:
-        """How many files the model is split into, as declared; 1 where nothing is."""
+        """Number of files the model is split into, as declared; 1 by default."""
         count = self.metadata.get("split.count", 1)
         return count if isinstance(count, int) and count > 1 else 1
 
     @property
     def split_number(self) -> int:
-        """This file's place among the splits, from 0."""
+        """This file's index among the splits, from 0."""
         number = self.metadata.get("split.no", 0)
         return number if isinstance(number, int) else 0
 
 
 class _Cursor:
-    """Reads forward over a source through one window of bytes."""
+    """Reads a source forward through one window of bytes."""
 
     def __init__(self, source: ByteSource) -> None:
         self.source = source
@@ -181,21 +178,21 @@ class _Cursor:
 
     @property
     def left(self) -> int:
-        """Bytes of the file, or of the largest header, that are left."""
+        """Bytes left of the file, or of the largest header allowed."""
         return self.limit - self.position
 
     def fail(self, what: str) -> CheckpointError:
-        return corrupt(self.source, what, self.position)
+        return damaged(self.source, "GGUF", what, self.position)
 
     def need(self, length: int, what: str) -> None:
         """Refuse a length that does not fit."""
         if length > self.left:
             if self.limit == self.source.size:
                 raise self.fail(f"truncated: {what} needs {length} bytes, {self.left} are left")
-            raise self.fail(f"{what} of {length} bytes reaches beyond a header of {MAX_HEADER}")
+            raise self.fail(f"{what} of {length} bytes exceeds the header limit of {MAX_HEADER}")
 
     def take(self, length: int, what: str) -> bytes:
-        """Give the next bytes."""
+        """Return the next bytes."""
         self.need(length, what)
         self.fill(length)
         start = self._at
@@ -203,7 +200,7 @@ class _Cursor:
         return self._window[start : self._at]
 
     def fill(self, length: int) -> None:
-        """Have at least `length` bytes in the window; the caller has checked that they exist."""
+        """Load at least `length` bytes into the window; the caller has checked that they exist."""
         if len(self._window) - self._at >= length:
             return
         at = self.position
@@ -223,7 +220,7 @@ class _Cursor:
         return int(_U64.unpack(self.take(8, what))[0])
 
     def skip(self, length: int, what: str) -> None:
-        """Pass over bytes without reading those outside the window."""
+        """Skip bytes without reading those outside the window."""
         self.need(length, what)
         self._at += length
         if self._at > len(self._window):
@@ -234,11 +231,10 @@ class _Cursor:
         if length > most:
             self.need(length, what)
             raise self.fail(f"{what} has {length} bytes, more than {most}")
-        raw = self.take(length, what)
-        return raw.decode(errors="replace")
+        return self.take(length, what).decode(errors="replace")
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Pass over `count` strings; the one loop that has to be quick (tokenizer tables)."""
+        """Skip `count` strings; this loop has to be fast (tokenizer tables)."""
         unpack = _U64.unpack_from
         while count:
             self.need(8 * count, what)
@@ -252,18 +248,8 @@ class _Cursor:
             self.skip(ahead, what)
 
 
-def corrupt(source: ByteSource, what: str, offset: int | None = None) -> CheckpointError:
-    """Give the error for a weight file that is damaged or cut short."""
-    place = source.name if offset is None else f"{source.name}, byte {offset}"
-    return CheckpointError(
-        f"the GGUF file is damaged: {what}",
-        where=place,
-        hint="download it again and compare its sha256; a cut download is the usual cause",
-    )
-
-
 def read_gguf(source: ByteSource) -> GgufHeader:
-    """Read a header whole. Raises CheckpointError, naming the cause."""
+    """Read a header. Raises CheckpointError that names the cause."""
     cursor = _Cursor(source)
     head = source.read(0, 512)
     if head[:4] != b"GGUF":
@@ -272,52 +258,53 @@ def read_gguf(source: ByteSource) -> GgufHeader:
     version = _version(cursor)
     tensor_count, key_count = _COUNTS.unpack(cursor.take(16, "the counts"))
     if tensor_count > MAX_TENSORS or tensor_count * 24 > cursor.left:
-        raise cursor.fail(f"{tensor_count} tensors are declared, more than can be there")
+        raise cursor.fail(f"{tensor_count} tensors are declared, more than the file can hold")
     if key_count > MAX_KEYS or key_count * 13 > cursor.left:
-        raise cursor.fail(f"{key_count} metadata keys are declared, more than can be there")
-    metadata = _metadata(cursor, key_count)
-    alignment = _alignment(cursor, metadata)
-    tensors, end = _tensors(cursor, tensor_count, alignment)
-    return GgufHeader(
-        source.name,
-        source.size,
-        version,
-        metadata,
-        tensors,
-        _align(cursor.position, alignment),
-        end,
-    )
+        raise cursor.fail(f"{key_count} metadata keys are declared, more than the file can hold")
+    metadata: dict[str, Any] = {}
+    for _ in range(key_count):
+        key = cursor.text("a metadata key", MAX_KEY)
+        if not key or key in metadata:
+            raise cursor.fail(f"duplicate metadata key {key!r}" if key else "empty metadata key")
+        metadata[key] = _value(cursor, key)
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
+        raise cursor.fail(f"general.alignment is {alignment!r}, not a power of two")
+    relative: dict[str, Tensor] = {}
+    for _ in range(tensor_count):
+        tensor = _tensor(cursor, alignment)
+        if tensor.name in relative:
+            raise cursor.fail(f"duplicate tensor {tensor.name!r}")
+        relative[tensor.name] = tensor
+    start = cursor.position + -cursor.position % alignment
+    tensors = tuple(t._replace(offset=start + t.offset) for t in relative.values())
+    end = start if tensors else cursor.position
+    for tensor in sorted(tensors, key=lambda t: (t.offset, t.size)):
+        if tensor.offset < end:
+            raise damaged(source, "GGUF", f"the tensor {tensor.name!r} overlaps another one")
+        end = tensor.offset + tensor.size
+        if end > source.size:
+            raise damaged(
+                source,
+                "GGUF",
+                f"truncated: the tensor {tensor.name!r} ends at byte {end}, the file has "
+                f"{source.size}",
+            )
+    return GgufHeader(source.name, source.size, version, metadata, tensors, start, end)
 
 
 def _version(cursor: _Cursor) -> int:
     version = cursor.u32("the version")
-    if version & 0xFFFF == 0 and version:
-        raise CheckpointError(
-            "this GGUF file is big-endian; only little-endian files can be served here",
-            where=cursor.source.name,
-            hint="convert it with llama.cpp's gguf_convert_endian.py, or take the usual file",
-        )
     if version != 3:
-        raise CheckpointError(
-            f"this is GGUF version {version}; version 3 is what is read here",
-            where=cursor.source.name,
-            hint="convert the model again with a current llama.cpp"
-            if version < 3
-            else "this file is newer than this Bakehouse; take a version 3 file",
-        )
+        what = f"unsupported GGUF version {version}; only version 3 can be read"
+        hint = "convert the model again with a current llama.cpp"
+        if version and version & 0xFFFF == 0:
+            what = "this GGUF file is big-endian; only little-endian files are supported"
+            hint = "convert it with llama.cpp's gguf_convert_endian.py, or get the usual file"
+        elif version > 3:
+            hint = "this file is newer than this Bakehouse; use a version 3 file"
+        raise CheckpointError(what, where=cursor.source.name, hint=hint)
     return version
-
-
-def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
-    metadata: dict[str, Any] = {}
-    for _ in range(count):
-        key = cursor.text("a metadata key", MAX_KEY)
-        if not key:
-            raise cursor.fail("a metadata key is empty")
-        if key in metadata:
-            raise cursor.fail(f"the metadata key {key!r} is there twice")
-        metadata[key] = _value(cursor, key)
-    return metadata
 
 
 def _value(cursor: _Cursor, key: str) -> Any:
@@ -344,7 +331,7 @@ def _value(cursor: _Cursor, key: str) -> Any:
             return [cursor.text(what, MAX_STRING) for _ in range(count)]
         cursor.skip_strings(count, what)
     else:
-        raise cursor.fail(f"{what} has elements of type {element}, which cannot stand in an array")
+        raise cursor.fail(f"{what} has elements of type {element}, which arrays cannot hold")
     return Array(element, count)
 
 
@@ -353,49 +340,14 @@ def _scalars(cursor: _Cursor, key: str, kind: int, code: str, count: int) -> lis
     values = form.unpack(cursor.take(form.size, f"the value of {key!r}"))
     if kind == _BOOL:
         if any(v > 1 for v in values):
-            raise cursor.fail(f"the metadata key {key!r} holds a boolean that is neither 0 nor 1")
+            raise cursor.fail(f"the metadata key {key!r} has a boolean that is neither 0 nor 1")
         return [bool(v) for v in values]
     return list(values)
 
 
-def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
-    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
-        raise cursor.fail(f"general.alignment is {alignment!r}, not a power of two")
-    return alignment
-
-
-def _align(offset: int, alignment: int) -> int:
-    return offset + (-offset) % alignment
-
-
-def _tensors(cursor: _Cursor, count: int, alignment: int) -> tuple[tuple[Tensor, ...], int]:
-    found: list[tuple[str, tuple[int, ...], str, int, int]] = []
-    names: set[str] = set()
-    for _ in range(count):
-        name = cursor.text("a tensor's name", MAX_KEY)
-        if name in names:
-            raise cursor.fail(f"the tensor {name!r} is there twice")
-        names.add(name)
-        found.append((name, *_tensor(cursor, name, alignment)))
-    start = _align(cursor.position, alignment)
-    tensors = tuple(Tensor(n, shape, kind, start + at, size) for n, shape, kind, at, size in found)
-    end = start if tensors else cursor.position
-    for tensor in sorted(tensors, key=lambda t: (t.offset, t.size)):
-        if tensor.offset < end:
-            raise corrupt(cursor.source, f"the tensor {tensor.name!r} lies over another one")
-        end = tensor.offset + tensor.size
-        if end > cursor.source.size:
-            raise corrupt(
-                cursor.source,
-                f"truncated: the tensor {tensor.name!r} ends at byte {end}, the file has "
-                f"{cursor.source.size}",
-            )
-    return tensors, end
-
-
-def _tensor(cursor: _Cursor, name: str, alignment: int) -> tuple[tuple[int, ...], str, int, int]:
-    """Shape, type, offset from the start of the data, and size in bytes of one tensor."""
+def _tensor(cursor: _Cursor, alignment: int) -> Tensor:
+    """Read one entry; its offset counts from the start of the data section."""
+    name = cursor.text("a tensor's name", MAX_KEY)
     dimensions = cursor.u32(f"the shape of {name!r}")
     if dimensions > MAX_DIMENSIONS:
         raise cursor.fail(f"the tensor {name!r} has {dimensions} dimensions")
@@ -408,20 +360,17 @@ def _tensor(cursor: _Cursor, name: str, alignment: int) -> tuple[tuple[int, ...]
             f"the tensor {name!r} has the type {REMOVED_GGML_TYPES[number]}, which llama.cpp no "
             "longer reads"
             if number in REMOVED_GGML_TYPES
-            else f"the tensor {name!r} has the type {number}, which is not known here",
+            else f"the tensor {name!r} has the unknown type {number}",
             where=f"{cursor.source.name}, byte {cursor.position}",
-            hint="take another quantisation, or one made with a current llama.cpp",
+            hint="use another quantisation, or one made with a current llama.cpp",
         )
-    elements = 1
-    for length in shape:
-        elements *= length
+    elements, row = math.prod(shape), shape[0] if shape else 1
     if elements >= 2**63:
         raise cursor.fail(f"the tensor {name!r} has the impossible shape {list(shape)}")
-    if (shape[0] if shape else 1) % kind.block:
+    if row % kind.block:
         raise cursor.fail(
-            f"the tensor {name!r} has rows of {shape[0] if shape else 1}, not whole "
-            f"{kind.name} blocks of {kind.block}"
+            f"the tensor {name!r} has rows of {row}, not whole {kind.name} blocks of {kind.block}"
         )
     if offset % alignment:
-        raise cursor.fail(f"the tensor {name!r} lies at {offset}, not a multiple of {alignment}")
-    return shape, kind.name, offset, elements // kind.block * kind.size
+        raise cursor.fail(f"the tensor {name!r} is at {offset}, not a multiple of {alignment}")
+    return Tensor(name, shape, kind.name, offset, elements // kind.block * kind.size)

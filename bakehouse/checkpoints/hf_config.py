@@ -1,8 +1,7 @@
 """Layers, heads and state of a model, from config.json.
 
-Configs say it in a dozen ways, by the family and the year of the model; read as transformers (5.19)
-and vLLM (0.32) read them. What is not said and is not known counts as full attention, which takes
-the most, and is among the assumptions.
+Model families declare layers in a dozen ways. Layers of an unknown kind count as full attention,
+which takes the most memory, and are listed in the assumptions.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ PERIODS = {
     "gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gemma3n_text": 5, "gemma4_text": 6, "cohere2": 4,
     "gpt_oss": 2,
 }  # fmt: skip
-"""Model type to every how many layers attention is full, where the config has no pattern."""
+"""Model type to every how many layers attention is full, if the config has no pattern."""
 ALL_SLIDING = {"mistral", "phi3", "starcoder2"}
-"""Model types in which every layer has the window that the config declares."""
+"""Model types in which every layer has the declared window."""
 RECURRENT = {"mamba", "mamba2", "falcon_mamba"}
 BOTH = {"falcon_h1"}
-"""Model types in which every layer has attention and a state beside it."""
+"""Model types in which every layer has both attention and a recurrent state."""
 _LINEAR = ("linear", "mamba", "recurrent", "conv", "kda", "lightning")
 _NOTHING = ("none", "mlp", "moe", "no_op")
 
 
 class Config:
-    """The language model's part of a config, with typed access."""
+    """Typed access to the language model's part of a config."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.where = where
@@ -43,20 +42,19 @@ class Config:
         self.model_type = kind if isinstance(kind, str) else ""
 
     def part(self, name: str) -> Config:
-        """A map within, with the same access; an empty one where there is none."""
+        """A nested map with the same access; empty if there is none."""
         inner = self.data.get(name)
         return Config(inner if isinstance(inner, dict) else {}, self.where)
 
     def number(self, *names: str, default: int = 0) -> int:
-        """The first of several names that is there; `auto` counts as not there."""
+        """The first of several names that is present and not `auto`. Raises CheckpointError."""
         for name in names:
             value = self.data.get(name)
             if value is None or value == "auto":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**40:
                 raise CheckpointError(
-                    f"'{name}' in the model's config is {str(value)[:80]!r}, a whole number is "
-                    "wanted",
+                    f"'{name}' in the model's config must be an integer, not {str(value)[:80]!r}",
                     where=self.where,
                     hint="fetch the config again, or correct it",
                 )
@@ -64,7 +62,7 @@ class Config:
         return default
 
     def largest(self, *names: str) -> int:
-        """A length that may also be written as several; the largest, 0 where there is none."""
+        """A length that may be a list of lengths; the largest, 0 if there is none."""
         for name in names:
             value = self.data.get(name)
             if isinstance(value, list) and value and all(type(v) is int for v in value):
@@ -72,7 +70,7 @@ class Config:
         return self.number(*(n for n in names if not isinstance(self.data.get(n), list | dict)))
 
     def items(self, *names: str) -> list[Any]:
-        """The first of several names that is a list with something in it."""
+        """The first of several names that is a non-empty list."""
         for name in names:
             if isinstance(value := self.data.get(name), list) and value:
                 return value
@@ -80,7 +78,7 @@ class Config:
 
 
 def attention_layers(text: Config, total: int, assumptions: list[str]) -> list[Layer]:
-    """Give the `total` layers of the trunk; what had to be assumed is added to `assumptions`."""
+    """Return the `total` layers of the trunk; adds to `assumptions` what had to be assumed."""
     names = _names(text, total)
     state = recurrent_state(text)
     if names is None:
@@ -96,13 +94,13 @@ def attention_layers(text: Config, total: int, assumptions: list[str]) -> list[L
     layers = [_layer(text, name, i, state) for i, name in enumerate(names)]
     needs = any(x.kind is LayerKind.RECURRENT for x in layers) or text.model_type in BOTH
     if needs and not state:
-        assumptions.append("the size of the recurrent state is not declared and counted as 0")
+        assumptions.append("the size of the recurrent state is not declared; counted as 0")
     shared = min(text.number("num_kv_shared_layers"), total)
     return layers[: total - shared] + [Layer(LayerKind.NONE)] * shared
 
 
 def attention(text: Config, *, full: bool = True) -> Layer:
-    """An attention layer's memory; `full` layers may have heads of their own size (Gemma 4)."""
+    """An attention layer; `full` ones may have a head size of their own (Gemma 4)."""
     heads = text.number("num_attention_heads", "n_head")
     hidden = text.number("hidden_size", "n_embd")
     index = text.number("index_head_dim")
@@ -142,7 +140,7 @@ def _layer(text: Config, name: str, number: int, state: int) -> Layer:
 
 
 def layer_count(text: Config) -> int:
-    """How many layers the trunk has; some configs give their names and no number."""
+    """Number of layers of the trunk; some configs give only their names."""
     pattern = text.data.get("hybrid_override_pattern")
     names = text.items("layer_types", "layers_block_type") or (
         list(pattern) if isinstance(pattern, str) else []
@@ -151,7 +149,7 @@ def layer_count(text: Config) -> int:
 
 
 def _names(text: Config, total: int) -> list[str] | None:
-    """What each layer is called, by whatever the config says it with; None where nothing does."""
+    """The name of each layer's kind, from lists or rules; None if the config has neither."""
     if text.model_type in RECURRENT:
         return ["linear"] * total
     named = text.items("layer_types", "layers_block_type")
@@ -165,17 +163,14 @@ def _names(text: Config, total: int) -> list[str] | None:
         return ["full" if kind == 1 else "linear" for kind in kinds[:total]]
     blocks = text.items("block_configs")
     if len(blocks) >= total > 0:
-        return ["none" if _no_op(block) else "full" for block in blocks[:total]]
+        parts = [Config(b if isinstance(b, dict) else {}, text.where) for b in blocks[:total]]
+        no_op = [part.part("attention").data.get("no_op") is True for part in parts]
+        return ["none" if flag else "full" for flag in no_op]
     return _by_rule(text, total)
 
 
-def _no_op(block: Any) -> bool:
-    inner = block.get("attention") if isinstance(block, dict) else None
-    return isinstance(inner, dict) and inner.get("no_op") is True
-
-
 def _by_rule(text: Config, total: int) -> list[str] | None:
-    """Names by a number or a list of numbers."""
+    """Names from a number or a list of numbers."""
     of = range(total)
     if linear := text.part("linear_attn_config").items("kda_layers"):
         return ["linear" if i + 1 in linear else "full" for i in of]  # counted from 1
@@ -193,7 +188,7 @@ def _by_rule(text: Config, total: int) -> list[str] | None:
 
 
 def _windows(text: Config, total: int) -> list[str] | None:
-    """Which layers have a window."""
+    """Names from sliding or chunked windows."""
     of = range(total)
     if text.number("attention_chunk_size"):
         chunked = text.items("no_rope_layers")  # 1 where positions are rotated, and in chunks
@@ -203,7 +198,7 @@ def _windows(text: Config, total: int) -> list[str] | None:
         return ["chunked" if period and (i + 1) % period else "full" for i in of]
     if not text.number("sliding_window"):
         return None if recurrent_state(text) and text.model_type not in BOTH else ["full"] * total
-    # some configs give this as text, a letter a layer
+    # some configs give text, one letter per layer
     pattern = text.data.get("sliding_window_pattern", text.data.get("_sliding_window_pattern"))
     period = pattern if type(pattern) is int and pattern > 0 else PERIODS.get(text.model_type, 0)
     if period:
@@ -215,7 +210,7 @@ def _windows(text: Config, total: int) -> list[str] | None:
 
 
 def recurrent_state(text: Config) -> int:
-    """Elements that a recurrent layer keeps for one sequence: convolution history and state."""
+    """Elements of a recurrent layer's state for one sequence: convolution history and state."""
     hidden = text.number("hidden_size")
     kda = text.part("linear_attn_config")
     if size := kda.number("head_dim") or text.number("linear_head_dim"):
@@ -238,7 +233,7 @@ def recurrent_state(text: Config) -> int:
 
 
 def _mamba_state(text: Config, hidden: int) -> int:
-    """Mamba's state; with heads it is Mamba 2, which runs its groups through the convolution."""
+    """The state of Mamba, or of Mamba 2 (with heads), whose convolution includes the groups."""
     wide = text.number("mamba_d_state", "ssm_state_size", "state_size")
     taps = max(text.number("mamba_d_conv", "conv_kernel", default=4) - 1, 0)
     own = text.model_type in RECURRENT
@@ -255,28 +250,26 @@ def _mamba_state(text: Config, hidden: int) -> int:
 
 
 MAX_CONFIG = 4 * 2**20
-"""Bytes of a config.json that are read."""
+"""Maximum bytes of a config.json."""
 
 
 def parse_config(raw: bytes, where: str) -> dict[str, Any]:
     """Parse a config.json. Raises CheckpointError."""
     try:
         config = json.loads(raw.decode())
-    except (ValueError, RecursionError) as error:
+        if not isinstance(config, dict):
+            raise TypeError("it is not an object")
+    except (ValueError, RecursionError, TypeError) as error:
         raise CheckpointError(
-            f"the model's config is not JSON: {str(error)[:120]}",
+            f"the model's config is not a JSON object: {str(error)[:120]}",
             where=where,
             hint="fetch it again",
         ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(
-            "the model's config is not a JSON object", where=where, hint="fetch it again"
-        )
     return config
 
 
 def hf_shape(config: Mapping[str, Any], where: str) -> ModelShape:
-    """Read the shape. Raises CheckpointError where a field holds what cannot be right."""
+    """Read the shape; `where` is the file's name. Raises CheckpointError for invalid fields."""
     text = Config(config, where)
     total = layer_count(text)
     mtp = text.number("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -289,9 +282,13 @@ def hf_shape(config: Mapping[str, Any], where: str) -> ModelShape:
     heads = text.number("num_attention_heads", "n_head")
     hidden = text.number("hidden_size", "n_embd")
     key = text.number("head_dim", "attention_head_dim") or (hidden // heads if heads else 0)
+    names = config.get("architectures")
+    architecture = config.get("model_type")
+    if isinstance(names, list) and names and isinstance(names[0], str):
+        architecture = names[0]
     assumptions: list[str] = []
     return ModelShape(
-        architecture=_architecture(config),
+        architecture=architecture if isinstance(architecture, str) else "",
         layers=tuple(attention_layers(text, total, assumptions)),
         mtp=(attention(text),) * mtp,
         heads=heads,
@@ -315,16 +312,8 @@ def hf_shape(config: Mapping[str, Any], where: str) -> ModelShape:
     )
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures")
-    if isinstance(names, list) and names and isinstance(names[0], str):
-        return names[0]
-    kind = config.get("model_type")
-    return kind if isinstance(kind, str) else ""
-
-
 def _vision(config: Any, where: str) -> Vision | None:
-    """The vision tower, by the names that its families use."""
+    """The vision encoder, with the names that model families use."""
     if not isinstance(config, dict):
         return None
     part = Config(config, where)

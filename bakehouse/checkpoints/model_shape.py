@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -11,7 +11,7 @@ from bakehouse.errors import CheckpointError
 
 
 class LayerKind(StrEnum):
-    """How a layer remembers what came before."""
+    """Kind of state that a layer keeps about earlier tokens."""
 
     FULL = "full attention"
     SLIDING = "sliding-window attention"
@@ -36,16 +36,16 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """What looks at pictures; 0 for what is not declared."""
+    """Vision encoder; 0 for what is not declared."""
 
     layers: int = 0
     width: int = 0
     image: int = 0
-    """Pixels of a picture's side."""
+    """Side of the input image, in pixels."""
     patch: int = 0
-    """Pixels of a patch's side."""
+    """Side of a patch, in pixels."""
     projected: int = 0
-    """Width of what it hands to the language model."""
+    """Width of the vectors given to the language model."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,20 @@ class ModelShape:
     """Architecture figures as a GGUF's metadata or a config.json declares them."""
 
     architecture: str
-    """Empty where the file names none."""
+    """Empty if the file names none."""
     layers: tuple[Layer, ...]
     """The trunk."""
     mtp: tuple[Layer, ...] = ()
     """Layers that predict further tokens (multi-token prediction)."""
     heads: int = 0
-    """Query heads, the most that a layer has."""
+    """Maximum query heads of a layer."""
     kv_heads: int = 0
-    """The most that a layer has."""
+    """Maximum KV heads of a layer."""
     key_length: int = 0
     value_length: int = 0
     embedding: int = 0
     feed_forward: int = 0
-    """Width that one token passes in a layer's feed-forward network, used experts together."""
+    """Feed-forward width for one token, all used experts together."""
     vocabulary: int = 0
     context_limit: int | None = None
     window: int | None = None
@@ -77,10 +77,10 @@ class ModelShape:
     vision: bool = False
     pictures: Vision | None = None
     assumptions: tuple[str, ...] = ()
-    """What the file does not say and was filled in, on the side of more memory."""
+    """What the file does not declare and was assumed, in favour of more memory."""
 
     def count(self, kind: LayerKind) -> int:
-        """How many layers of the trunk are of a kind."""
+        """Number of trunk layers of a kind."""
         return sum(layer.kind is kind for layer in self.layers)
 
     @property
@@ -96,19 +96,7 @@ class ModelShape:
             "layers": len(self.layers),
             "layer_kinds": kinds,
             "mtp_layers": len(self.mtp),
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "key_length": self.key_length,
-            "value_length": self.value_length,
-            "embedding": self.embedding,
-            "feed_forward": self.feed_forward,
-            "vocabulary": self.vocabulary,
-            "context_limit": self.context_limit,
-            "window": self.window,
-            "experts": self.experts,
-            "experts_used": self.experts_used,
-            "experts_shared": self.experts_shared,
-            "vision": self.vision,
+            **{f.name: getattr(self, f.name) for f in fields(self)[3:]},
             "pictures": asdict(self.pictures) if self.pictures else None,
             "assumptions": list(self.assumptions),
         }
@@ -122,11 +110,11 @@ SWA_PERIODS: dict[str, tuple[int, bool]] = {
     "plamo3": (8, False), "smallthinker": (4, True), "mellum": (4, False),
     "muse-glimmer": (4, False), "afmoe": (4, False),
 }  # fmt: skip
-"""Architecture to (period, whether the full layer comes first), where the file gives no pattern:
-one layer in each period is full. From src/models/*.cpp, `load_swa_pattern`."""
+"""Architecture to (period, whether the full layer comes first) for files without a pattern: one
+layer in each period is full. From src/models/*.cpp, `load_swa_pattern`."""
 
 FULL_INTERVALS = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4, "minimax-01": 8}
-"""Every how many layers attention is full in hybrids, where the file does not say."""
+"""Hybrids: every how many layers attention is full, if the file does not say."""
 
 PURELY_RECURRENT = {"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"}
 RECURRENT_BY_HEADS = {
@@ -138,7 +126,7 @@ RECURRENT_BY_HEADS = {
 
 @dataclass(frozen=True)
 class _Keys:
-    """Typed access to `ARCH.name` keys; a value of the wrong type is an error by name."""
+    """Typed access to `ARCH.name` keys; errors name the key."""
 
     metadata: dict[str, Any]
     architecture: str
@@ -164,23 +152,22 @@ class _Keys:
     def has(self, name: str) -> bool:
         return f"{self.architecture}.{name}" in self.metadata
 
-    def is_list(self, name: str) -> bool:
-        return isinstance(self.metadata.get(f"{self.architecture}.{name}"), list)
+    def flags(self, name: str, trunk: int, total: int) -> list[bool] | None:
+        """A flag for each layer, False after the trunk; None if the key is not a list."""
+        if not isinstance(self.metadata.get(f"{self.architecture}.{name}"), list):
+            return None
+        return [bool(f) for f in self.per_layer(name, trunk, 0)] + [False] * (total - trunk)
 
     def wrong(self, name: str, value: Any) -> CheckpointError:
         return CheckpointError(
-            f"the metadata key '{self.architecture}.{name}' holds {str(value)[:80]!r}, which "
-            "cannot be right",
+            f"invalid value {str(value)[:80]!r} for the metadata key '{self.architecture}.{name}'",
             where=self.where,
-            hint="the file was converted wrongly, or is damaged; get it again",
+            hint="the file is damaged or was converted wrongly; download it again",
         )
 
 
 def gguf_shape(metadata: dict[str, Any], where: str) -> ModelShape:
-    """Read the shape. Raises CheckpointError where a key holds what cannot be right.
-
-    `where` is the file's name, for messages.
-    """
+    """Read the shape; `where` is the file's name. Raises CheckpointError for invalid values."""
     architecture = metadata.get("general.architecture", "")
     if not isinstance(architecture, str):
         architecture = ""
@@ -192,6 +179,7 @@ def gguf_shape(metadata: dict[str, Any], where: str) -> ModelShape:
     if mtp and mtp >= total:
         raise keys.wrong("nextn_predict_layers", mtp)
     trunk = total - mtp
+    vision = _Keys(metadata, "clip.vision", where)
     assumptions: list[str] = []
     layers = _layers(keys, total, trunk, assumptions)
     tokens = metadata.get("tokenizer.ggml.tokens")
@@ -219,29 +207,24 @@ def gguf_shape(metadata: dict[str, Any], where: str) -> ModelShape:
         experts_used=keys.number("expert_used_count"),
         experts_shared=keys.number("expert_shared_count"),
         vision=bool(metadata.get("clip.has_vision_encoder")),
-        pictures=_vision(metadata, where) if metadata.get("clip.has_vision_encoder") else None,
+        pictures=Vision(
+            layers=vision.number("block_count"),
+            width=vision.number("embedding_length"),
+            image=vision.number("image_size"),
+            patch=vision.number("patch_size"),
+            projected=vision.number("projection_dim"),
+        )
+        if metadata.get("clip.has_vision_encoder")
+        else None,
         assumptions=tuple(assumptions),
-    )
-
-
-def _vision(metadata: dict[str, Any], where: str) -> Vision:
-    """What a projector's file says of the encoder in it."""
-    keys = _Keys(metadata, "clip.vision", where)
-    return Vision(
-        layers=keys.number("block_count"),
-        width=keys.number("embedding_length"),
-        image=keys.number("image_size"),
-        patch=keys.number("patch_size"),
-        projected=keys.number("projection_dim"),
     )
 
 
 def _head(keys: _Keys, side: str, suffix: str = "") -> int:
     """Elements of one head's keys or values; llama.cpp's default is embedding / heads."""
-    if suffix and keys.has(f"attention.{side}_length{suffix}"):
-        return keys.number(f"attention.{side}_length{suffix}")
-    if keys.has(f"attention.{side}_length"):
-        return keys.number(f"attention.{side}_length")
+    for name in (f"attention.{side}_length{suffix}", f"attention.{side}_length"):
+        if keys.has(name):
+            return keys.number(name)
     heads = keys.number("attention.head_count")
     return keys.number("embedding_length") // heads if heads else 0
 
@@ -257,7 +240,7 @@ def _layers(keys: _Keys, total: int, trunk: int, assumptions: list[str]) -> list
     shared_from = total - keys.number("attention.shared_kv_layers")
     state = _state(keys)
     if any(recurrent) and not state:
-        assumptions.append("the size of the recurrent state is not declared and counted as 0")
+        assumptions.append("the size of the recurrent state is not declared; counted as 0")
     both = keys.architecture == "falcon-h1"
     index_full = keys.per_layer("attention.indexer.types", min(trunk, total), 1)
     layers = []
@@ -287,14 +270,13 @@ def _layers(keys: _Keys, total: int, trunk: int, assumptions: list[str]) -> list
 
 
 def _sliding(keys: _Keys, total: int, trunk: int, assumptions: list[str]) -> list[bool]:
-    """Which layers use a sliding window."""
+    """Whether each layer uses a sliding window."""
     none = [False] * total
     if not keys.number("attention.sliding_window"):
         return none
     pattern = "attention.sliding_window_pattern"
-    if keys.is_list(pattern):
-        flags = keys.per_layer(pattern, trunk, 0)
-        return [bool(f) for f in flags] + [False] * (total - trunk)
+    if (flags := keys.flags(pattern, trunk, total)) is not None:
+        return flags
     period, dense_first = SWA_PERIODS.get(keys.architecture, (0, False))
     period = keys.number(pattern) if keys.has(pattern) else period
     if not period:
@@ -308,18 +290,17 @@ def _sliding(keys: _Keys, total: int, trunk: int, assumptions: list[str]) -> lis
 
 
 def _recurrent(keys: _Keys, total: int, trunk: int, kv_heads: list[int]) -> list[bool]:
-    """Which layers are linear or recurrent."""
+    """Whether each layer is linear or recurrent."""
     architecture = keys.architecture
-    if keys.is_list("attention.recurrent_layers"):
-        flags = keys.per_layer("attention.recurrent_layers", trunk, 0)
-        return [bool(f) for f in flags] + [False] * (total - trunk)
+    if (flags := keys.flags("attention.recurrent_layers", trunk, total)) is not None:
+        return flags
     if architecture in PURELY_RECURRENT:
         return [True] * total
     interval = keys.number("full_attention_interval", FULL_INTERVALS.get(architecture, 0))
     if interval:
         return [i < trunk and (i + 1) % interval != 0 for i in range(total)]
     by_heads = architecture in RECURRENT_BY_HEADS or keys.has("kda.head_dim")
-    # Nemotron-H also has layers that are a feed-forward network and nothing else.
+    # Nemotron-H also has layers with a feed-forward network only.
     feed_forward = [0] * total
     if architecture.startswith("nemotron_h"):
         feed_forward = keys.per_layer("feed_forward_length", total, 0)

@@ -6,7 +6,6 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from bakehouse.errors import CheckpointError, NotFound
@@ -17,7 +16,7 @@ class ByteSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it: a path or a URL."""
+        """Path or URL, for messages."""
 
     @property
     def size(self) -> int:
@@ -25,21 +24,21 @@ class ByteSource(Protocol):
 
     @property
     def chunk(self) -> int:
-        """How many bytes are worth asking for at once."""
+        """Bytes to request at once."""
 
     def read(self, offset: int, length: int) -> bytes:
-        """Give at most `length` bytes from `offset`; fewer only at the end."""
+        """Return `length` bytes from `offset`; fewer only at the end of the file."""
 
 
 class FileSource:
-    """A file on this machine. Raises NotFound or CheckpointError where it cannot be opened."""
+    """A file on this machine. Raises NotFound or CheckpointError if it cannot be opened."""
 
     chunk = 256 * 2**10
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = str(path)
-        # Without O_NONBLOCK, opening a FIFO under a weight file's name would wait for ever.
+        # Without O_NONBLOCK, opening a FIFO would wait forever.
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -47,8 +46,9 @@ class FileSource:
                 "weight file", path.name, where=self.name, hint="fetch it first"
             ) from error
         except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise CheckpointError(
-                f"the weight file '{path.name}' cannot be opened: {_reason(error)}",
+                f"cannot open the weight file '{path.name}': {reason}",
                 where=self.name,
                 hint="check its permissions and the disk",
             ) from error
@@ -68,21 +68,16 @@ class FileSource:
             return os.pread(self._fd, length, offset)
         except OSError as error:
             raise CheckpointError(
-                f"the weight file '{self.path.name}' cannot be read: {_reason(error)}",
+                f"cannot read the weight file '{self.path.name}': {error.strerror or error}",
                 where=f"{self.name}, byte {offset}",
-                hint="the disk or the network file system may be failing; look at dmesg",
+                hint="the disk or the network file system may be failing; check dmesg",
             ) from error
 
     def __enter__(self) -> Self:
-        """Use as a context manager: the file is closed at the end."""
+        """Use as a context manager, which closes the file at the end."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the file."""
         os.close(self._fd)
 
@@ -105,37 +100,38 @@ class BytesSource:
         return self.data[offset : offset + length]
 
 
-def _reason(error: OSError | ValueError) -> str:
-    return getattr(error, "strerror", None) or str(error)
-
-
-HEAD = 512
-"""Bytes that are looked at."""
-
-
-def wrong_format(source: ByteSource, wanted: str, head: bytes | None = None) -> CheckpointError:
-    """Name the cause for which `source` is not a `wanted` file, with what to do about it."""
-    head = source.read(0, HEAD) if head is None else head[:HEAD]
-    cause, hint = _cause(head, source.size, wanted)
+def wrong_format(source: ByteSource, wanted: str, head: bytes) -> CheckpointError:
+    """Return the error for a file that is not a `wanted` one; `head` is its first 512 bytes."""
+    cause, hint = _cause(head[:512], source.size, wanted)
     return CheckpointError(cause, where=f"{source.name}, first bytes {head[:8]!r}", hint=hint)
+
+
+def damaged(source: ByteSource, kind: str, what: str, offset: int | None = None) -> CheckpointError:
+    """Return the error for a `kind` file that is damaged or cut short."""
+    return CheckpointError(
+        f"the {kind} file is damaged: {what}",
+        where=source.name if offset is None else f"{source.name}, byte {offset}",
+        hint="download it again and compare its sha256; the download was probably cut short",
+    )
 
 
 _AGAIN = "download the file again"
 
 
 def _cause(head: bytes, size: int, wanted: str) -> tuple[str, str]:
-    """What it is, and what to do."""
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     if size == 0:
         return "the file is empty", _AGAIN
     if not head.strip(b"\0"):
         return (
-            "the file begins with zeros only: space was reserved for it and never filled",
+            "the file starts with zeros only: its space was reserved but never written",
             f"the download was cut short; {_AGAIN}",
         )
+    first = text.splitlines()[0][:60].decode(errors="replace") if text else ""
+    line = "".join(c if c.isprintable() else "?" for c in first)
     for starts, what, hint in _TEXTS:
         if text[:40].lower().startswith(starts):
-            return what.format(size=size, wanted=wanted, line=_line(text)), hint
+            return what.format(size=size, wanted=wanted, line=line), hint
     for magic, name in _KNOWN:
         if head.startswith(magic) and name != wanted:
             return f"this is a {name} file, not {wanted}", f"give a {wanted} file"
@@ -151,12 +147,12 @@ _TEXTS: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
     (
         (b"<!do", b"<htm", b"<head", b"<?xml", b"<!--", b"<error"),
         "this is an HTML or XML page, not a {wanted} file",
-        "the link gave a page (a login, an error): use the file's own address and a valid token",
+        "the link returned a web page (login or error): use the file's own URL and a valid token",
     ),
     (
         (b"entr", b"inva", b"acce", b"unau", b"forb", b"not f", b"repo", b"404", b"401", b"403"),
         "this is an HTTP error message ({line}), not a {wanted} file",
-        f"the file's name, the revision or the token is wrong: correct it, then {_AGAIN}",
+        f"check the file name, the revision and the token, then {_AGAIN}",
     ),
     ((b"{",), "this is JSON ({line}), not a {wanted} file", _AGAIN),
 )
@@ -168,7 +164,7 @@ _KNOWN = (
     (b"fmgg", "ggmf (before GGUF)"),
     (b"tjgg", "ggjt (before GGUF)"),
     (b"algg", "ggla (a LoRA from before GGUF)"),
-    (b"PK\x03\x04", "zip archive (PyTorch pickles are such)"),
+    (b"PK\x03\x04", "zip archive (as PyTorch pickles are)"),
     (b"\x80\x02", "pickle"),
     (b"\x80\x04", "pickle"),
     (b"\x89HDF", "HDF5"),
@@ -177,9 +173,3 @@ _KNOWN = (
     (b"\xfd7zXZ", "xz"),
     (b"\x7fELF", "program (ELF)"),
 )
-
-
-def _line(text: bytes) -> str:
-    """The first line, short and printable."""
-    line = text.splitlines()[0][:60] if text else b""
-    return "".join(c if c.isprintable() else "?" for c in line.decode(errors="replace"))

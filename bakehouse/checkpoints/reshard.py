@@ -1,7 +1,7 @@
 """Rewrite a checkpoint into small shards.
 
-Output is made in `OUT.part` and renamed to `OUT` when all of it is verified and on disk. Whenever
-it was ended, asking for the same cut again goes on from what is whole, and verifies that too.
+The output is written to `OUT.part` and renamed to `OUT` once all of it is verified and on disk. An
+interrupted run is resumed by the same command: it keeps complete shards, and verifies them too.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from bakehouse.checkpoints.checkpoint import (
     INDEX,
@@ -26,7 +28,7 @@ from bakehouse.checkpoints.checkpoint import (
 )
 from bakehouse.checkpoints.gguf import SAFETENSORS_BITS, Tensor
 from bakehouse.checkpoints.reader import FileSource
-from bakehouse.checkpoints.safetensors import SafetensorsHeader, read_safetensors
+from bakehouse.checkpoints.safetensors import read_safetensors
 from bakehouse.errors import CheckpointError, HostError, NotFound, UsageError, is_disk_full
 from bakehouse.models import digest
 from bakehouse.progress import Bar, Progress
@@ -35,7 +37,7 @@ from bakehouse.util.files import file_lock
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor and the file (by its number among the inputs) that it is read from."""
+    """A tensor and the index of the input file that it is read from."""
 
     tensor: Tensor
     file: int
@@ -43,7 +45,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Shard:
-    """One output file: its header, and its tensors in the order in which they are written."""
+    """One output file: its header, and its tensors in the order they are written."""
 
     name: str
     head: bytes
@@ -55,12 +57,9 @@ class Shard:
         return len(self.head) + sum(placed.tensor.size for placed in self.tensors)
 
     def offsets(self) -> list[int]:
-        """Where each tensor begins in the file."""
-        at, found = len(self.head), []
-        for placed in self.tensors:
-            found.append(at)
-            at += placed.tensor.size
-        return found
+        """Offset of each tensor in the file."""
+        sizes = (placed.tensor.size for placed in self.tensors)
+        return list(accumulate(sizes, initial=len(self.head)))[:-1]
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,9 @@ class Cut:
 
     shards: tuple[Shard, ...]
     index: bytes | None
-    """The index file; None where there is one shard only."""
+    """The index file; None if there is only one shard."""
     oversized: tuple[str, ...]
-    """Tensors that alone are larger than a shard may be."""
+    """Tensors that are larger than a shard may be."""
 
     @property
     def size(self) -> int:
@@ -80,24 +79,24 @@ class Cut:
 
     @property
     def digest(self) -> str:
-        """Names this plan, so that a half-made output is only gone on with by the same one."""
+        """Identifies this plan: only the same plan resumes an unfinished output."""
         return digest([[s.name, s.size, s.head[8:].decode()] for s in self.shards])
 
 
 def cut(
     tensors: Sequence[Placed], most: int, metadata: Mapping[str, str], index: Mapping[str, object]
 ) -> Cut:
-    """Put tensors, in their order, into files of at most `most` bytes each.
+    """Distribute tensors, in order, over files of at most `most` bytes each.
 
-    A tensor that is larger gets a file of its own. `metadata` goes into every header, `index` into
-    the index's own metadata.
+    A larger tensor gets a file of its own. `metadata` goes into every header, `index` into the
+    metadata of the index.
     """
     groups: list[list[Placed]] = []
     oversized = []
     held = 0
     base = len(_head([], metadata)) + 8
     for placed in tensors:
-        # Name, type, shape and offsets, with room for the longest numbers.
+        # Name, type, shape and offsets, with space for the longest numbers.
         entry = len(json.dumps(placed.tensor.name)) + 96 + 21 * len(placed.tensor.shape)
         need = placed.tensor.size + entry
         if base + need > most:
@@ -107,15 +106,15 @@ def cut(
             held = base
         groups[-1].append(placed)
         held += need
-    shards = tuple(_shard(i, len(groups), group, metadata) for i, group in enumerate(groups, 1))
-    return Cut(shards, _index(shards, index) if len(shards) > 1 else None, tuple(oversized))
-
-
-def _shard(number: int, count: int, group: list[Placed], metadata: Mapping[str, str]) -> Shard:
-    # Wide types first, as the safetensors library writes them: so every tensor stays aligned.
-    group = sorted(group, key=lambda p: -SAFETENSORS_BITS[p.tensor.type])
-    name = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
-    return Shard(name, _head([p.tensor for p in group], metadata), tuple(group))
+    shards = []
+    for i, group in enumerate(groups, 1):
+        # Wide types first, as the safetensors library writes them, so that tensors stay aligned.
+        group.sort(key=lambda p: -SAFETENSORS_BITS[p.tensor.type])
+        name = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        head = _head([p.tensor for p in group], metadata)
+        shards.append(Shard(name if len(groups) > 1 else "model.safetensors", head, tuple(group)))
+    made = _index(shards, index) if len(shards) > 1 else None
+    return Cut(tuple(shards), made, tuple(oversized))
 
 
 def _head(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -147,117 +146,114 @@ COPIED = 512 * 2**10
 """Bytes that are copied at once: what stays in a core's own cache. Larger pieces, and the kernel's
 own copying from file to file at odd offsets, take half as long again (`scripts/bench`)."""
 BUFFER = 8 * 2**20
-"""Bytes that are hashed at once, and between two reports of progress."""
+"""Bytes between two reports of progress."""
 
 
 def copy_range(
     source: int, offset: int, target: int, length: int, on_bytes: Callable[[int], None]
 ) -> None:
-    """Copy `length` bytes from `offset` of one open file to where the other one stands.
+    """Copy `length` bytes from `offset` of one open file to the current position of another.
 
-    Raises OSError, and EOFError where the source ends early.
+    Raises OSError, and EOFError if the source ends early.
     """
-    buffer = memoryview(bytearray(min(COPIED, max(length, 1))))
-    done = 0
-    while length:
-        piece = buffer[: min(len(buffer), length)]
-        count = os.preadv(source, [piece], offset)
-        if not count:
-            raise EOFError
-        _write_all(target, piece[:count])
-        offset += count
-        length -= count
-        done += count
-        if done >= BUFFER or not length:
-            on_bytes(done)
-            done = 0
+    for piece in _pieces(source, offset, length, on_bytes):
+        rest = piece
+        while rest:
+            rest = rest[os.write(target, rest) :]
 
 
-def _write_all(target: int, view: memoryview) -> None:
-    while view:
-        view = view[os.write(target, view) :]
-
-
-def sha256_range(file: int, offset: int, length: int, on_bytes: Callable[[int], None]) -> str:
-    """Hash a part of an open file, in hex. Raises OSError, and EOFError for a short file."""
+def sha256_range(
+    file: int, offset: int, length: int, on_bytes: Callable[[int], None] = lambda _: None
+) -> str:
+    """Hash a range of an open file, in hex. Raises OSError, and EOFError if the file is short."""
     summed = hashlib.sha256()
-    buffer = memoryview(bytearray(min(COPIED, max(length, 1))))
-    done = 0
-    while length:
-        count = os.preadv(file, [buffer[: min(len(buffer), length)]], offset)
-        if not count:
-            raise EOFError
-        summed.update(buffer[:count])
-        offset += count
-        length -= count
-        done += count
-        if done >= BUFFER or not length:
-            on_bytes(done)
-            done = 0
+    for piece in _pieces(file, offset, length, on_bytes):
+        summed.update(piece)
     return summed.hexdigest()
 
 
+def _pieces(
+    file: int, offset: int, length: int, on_bytes: Callable[[int], None]
+) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(COPIED, max(length, 1))))
+    end, done = offset + length, 0
+    while offset < end:
+        count = os.preadv(file, [buffer[: end - offset]], offset)
+        if not count:
+            raise EOFError
+        yield buffer[:count]
+        offset += count
+        done += count
+        if done >= BUFFER or offset == end:
+            on_bytes(done)
+            done = 0
+
+
 def forget(file: int) -> None:
-    """Give a file's pages back to the machine; on unified memory they stand in the way."""
+    """Drop a file's pages from the page cache, which on unified memory takes room from the GPU."""
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 NOTE = ".bakehouse-reshard.json"
 MARGIN = 64 * 2**20
-"""Bytes of disk that are left free."""
+"""Bytes of disk to leave free."""
 WRITERS = 2
-"""Shards that are written at the same time."""
+"""Shards written at the same time."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """An input checkpoint: its files, and the tensors to write in the order of the files."""
+    """An input checkpoint: its files, and the tensors to write, in the order of the files."""
 
     folder: Path
     files: tuple[Path, ...]
     tensors: tuple[Placed, ...]
     duplicates: tuple[tuple[Placed, Placed], ...]
-    """Tensors that are in two files: the one that is kept, and the other."""
+    """Tensors in two files: the one to keep, and the other."""
     metadata: dict[str, str]
     index_metadata: dict[str, object]
     carried: tuple[str, ...]
-    """Other files that go along: configuration, tokenizer, templates."""
+    """Other files to copy: configuration, tokenizer, templates."""
 
 
 @dataclass(frozen=True)
 class Resharded:
-    """What was made. Bytes."""
+    """The result of a reshard."""
 
     out: Path
     cut: Cut
     verified: int
-    """Tensors whose hash in the output equals that in the input."""
+    """Tensors with the same hash in output and input."""
     carried: tuple[str, ...]
     duplicates: int
     reused: int
-    """Shards that an earlier run had finished."""
+    """Shards kept from an earlier run."""
 
 
 def read_source(folder: Path) -> Source:
-    """Read what is to be resharded. Raises NotFound or CheckpointError."""
+    """Read the headers of a checkpoint to reshard. Raises NotFound or CheckpointError."""
     index_path = folder / INDEX
     index = read_index(index_path) if index_path.is_file() else None
     names = sorted(set(index.values())) if index else sorted(
         p.name for p in folder.glob("*.safetensors")
     )  # fmt: skip
     if not names:
-        gguf = any(folder.glob("*.gguf"))
-        raise NotFound(
-            "there is no safetensors file to reshard" + (", only GGUF files" if gguf else ""),
-            where=str(folder),
-            hint="split those with llama-gguf-split --split-max-size" if gguf
-            else "give the folder of a safetensors checkpoint, with its weights",
-        )  # fmt: skip
+        what, hint = (
+            "no safetensors files to reshard",
+            "give the folder of a safetensors checkpoint",
+        )
+        if any(folder.glob("*.gguf")):
+            what += ", only GGUF files"
+            hint = "split GGUF files with llama-gguf-split --split-max-size"
+        raise NotFound(what, where=str(folder), hint=hint)
     if index is None:
         check_numbers(names, str(folder))
     paths = tuple(folder / name for name in names)
-    headers = [_header(path) for path in paths]
+    headers = []
+    for path in paths:
+        with FileSource(path) as file:
+            headers.append(read_safetensors(file))
     kept: dict[str, Placed] = {}
     twice: list[tuple[Placed, Placed]] = []
     for number, header in enumerate(headers):
@@ -272,28 +268,16 @@ def read_source(folder: Path) -> Source:
         for i, h in enumerate(headers)
     ]
     if index is not None:
-        doubtful = {kept_one.tensor.name for kept_one, _ in twice}
-        check_shards(files, {k: v for k, v in index.items() if k not in doubtful})
+        duplicates = {one.tensor.name for one, _ in twice}
+        check_shards(files, {k: v for k, v in index.items() if k not in duplicates})
     metadata = {k: v for header in headers for k, v in header.metadata.items()}
+    own = json.loads(index_path.read_bytes()).get("metadata") if index else None
     return Source(folder, paths, tuple(kept.values()), tuple(twice), metadata,
-                  _index_metadata(index_path), tuple(_others(folder)))  # fmt: skip
-
-
-def _header(path: Path) -> SafetensorsHeader:
-    with FileSource(path) as source:
-        return read_safetensors(source)
-
-
-def _index_metadata(path: Path) -> dict[str, object]:
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_bytes())
-        metadata = found.get("metadata") if isinstance(found, dict) else None
-        return metadata if isinstance(metadata, dict) else {}
-    return {}
+                  own if isinstance(own, dict) else {}, tuple(_others(folder)))  # fmt: skip
 
 
 def _others(folder: Path) -> Iterator[str]:
-    """Files that belong to the checkpoint and hold no weights, in folders below too."""
+    """Files of the checkpoint without weights, also in subfolders; relative paths."""
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
         for name in sorted(names):
@@ -313,12 +297,14 @@ def reshard(folder: Path, out: Path, most: int, progress: Progress) -> Resharded
     plan = cut(source.tensors, most, source.metadata, source.index_metadata)
     part = out.with_name(out.name + ".part")
     with _alone(part), _explained(out):
-        _check_places(folder, out)  # another run may have ended meanwhile
+        _check_places(folder, out)  # another run may have finished meanwhile
         if out.is_dir():
             out.rename(part)
         reused = _begin(part, plan)
         _check_disk(source, part, plan, reused)
-        with _opened(source.files) as inputs:
+        with ExitStack() as opened:
+            files = [opened.enter_context(path.open("rb", buffering=0)) for path in source.files]
+            inputs = [file.fileno() for file in files]
             if source.duplicates:
                 with progress.bar("verifying duplicates", "B") as bar:
                     _check_duplicates(source, inputs, bar)
@@ -332,7 +318,7 @@ def reshard(folder: Path, out: Path, most: int, progress: Progress) -> Resharded
         _settle(part)
         part.rename(out)
         _settle(out.parent, deep=False)
-        # Last, so that an output with a note is one whose maker was ended here: it is taken back.
+        # Last: an output that still has its note was interrupted here, and is resumed.
         (out / NOTE).unlink()
     return Resharded(out, plan, verified, source.carried, len(source.duplicates), len(reused))
 
@@ -342,21 +328,21 @@ def _check_places(folder: Path, out: Path) -> None:
         hint = "give the folder that holds the safetensors files"
         raise NotFound.named("folder", folder.name, where=str(folder), hint=hint)
     if os.path.lexists(out) and not (out / NOTE).is_file():
-        raise UsageError("the output folder is there already", where=str(out),
+        raise UsageError("the output folder already exists", where=str(out),
                          hint="name a new folder, or remove that one")  # fmt: skip
     if out.resolve().is_relative_to(folder.resolve()):
-        raise UsageError("the output would lie inside the checkpoint", where=str(out),
+        raise UsageError("the output would be inside the checkpoint", where=str(out),
                          hint="name a folder beside it")  # fmt: skip
     if not out.parent.is_dir():
-        hint = "the output would lie in it: make it first"
+        hint = "create the parent folder of the output first"
         raise NotFound.named("folder", out.parent.name, where=str(out.parent), hint=hint)
 
 
 @contextmanager
 def _alone(part: Path) -> Iterator[None]:
-    """Keep a second reshard from the same output."""
+    """Lock the output against a second reshard."""
     busy = HostError(
-        "another reshard writes to this output", where=str(part), hint="wait for it to end"
+        "another reshard is writing to this output", where=str(part), hint="wait for it to end"
     )
     lock = Path(f"{part}.lock")
     with file_lock(lock, str(part), lambda _: None, busy=busy):
@@ -369,32 +355,21 @@ def _explained(out: Path) -> Iterator[None]:
     try:
         yield
     except EOFError as error:
-        hint = "let nothing write to the checkpoint meanwhile"
-        where = str(out)
-        what = "a shard became shorter while it was read"
-        raise CheckpointError(what, where=where, hint=hint) from error
+        raise CheckpointError(
+            "a shard became shorter while it was read", where=str(out),
+            hint="do not write to the checkpoint meanwhile",
+        ) from error  # fmt: skip
     except OSError as error:
         if not is_disk_full(error):
             raise
         raise HostError(
-            "the disk became full", where=str(out), id="disk-full",
-            hint="free some space and run it again: shards that are whole are kept",
+            "the disk is full", where=str(out), id="disk-full",
+            hint="free some space and run it again: complete shards are kept",
         ) from error  # fmt: skip
 
 
-@contextmanager
-def _opened(paths: tuple[Path, ...]) -> Iterator[list[int]]:
-    files: list[int] = []
-    try:
-        files += [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
-        yield files
-    finally:
-        for file in files:
-            os.close(file)
-
-
 def _begin(part: Path, plan: Cut) -> set[str]:
-    """Make the folder, or go on in it; the names of the shards that are there whole."""
+    """Create the folder or resume it; returns the names of complete shards."""
     note = part / NOTE
     with suppress(OSError, ValueError):
         if json.loads(note.read_bytes()) == {"digest": plan.digest}:
@@ -403,7 +378,7 @@ def _begin(part: Path, plan: Cut) -> set[str]:
     if note.is_file():
         shutil.rmtree(part)
     elif part.exists() and (not part.is_dir() or any(part.iterdir())):
-        raise UsageError("a folder is in the way, and no reshard made it", where=str(part),
+        raise UsageError("this folder exists and is not from a reshard", where=str(part),
                          hint="move it away, or name another output")  # fmt: skip
     part.mkdir(exist_ok=True)
     note.write_text(json.dumps({"digest": plan.digest}))
@@ -416,7 +391,7 @@ def _check_disk(source: Source, part: Path, plan: Cut, reused: set[str]) -> None
     free = shutil.disk_usage(part).free
     if need > free:
         raise HostError(
-            f"the disk has {free} bytes free, the shards need {need}", where=str(part.parent),
+            f"the shards need {need} bytes, the disk has {free} free", where=str(part.parent),
             hint="free some space, or name an output on another disk", id="disk-full",
         )  # fmt: skip
 
@@ -433,21 +408,23 @@ def _check_duplicates(source: Source, inputs: list[int], bar: Bar) -> None:
         same = (one.tensor.type, one.tensor.shape) == (other.tensor.type, other.tensor.shape)
         if not same or _sum(one, inputs, advance) != _sum(other, inputs, advance):
             raise CheckpointError(
-                f"the tensor {one.tensor.name!r} is in two files, and differs",
+                f"the tensor {one.tensor.name!r} differs between two files",
                 where=f"{source.files[one.file]} and {source.files[other.file]}",
-                hint="the checkpoint is broken: which one counts depends on the loader; "
-                "ask its maker",
+                hint="the checkpoint is broken: which one is used depends on the loader; "
+                "report it to its author",
                 id="checkpoint-duplicate-tensor",
             )
 
 
-def _sum(placed: Placed, inputs: list[int], on_bytes: Callable[[int], None]) -> str:
+def _sum(
+    placed: Placed, inputs: list[int], on_bytes: Callable[[int], None] = lambda _: None
+) -> str:
     tensor = placed.tensor
     return sha256_range(inputs[placed.file], tensor.offset, tensor.size, on_bytes)
 
 
 class _Stopped(Exception):
-    """Another writer failed, or we were interrupted."""
+    """Another writer failed, or the run was interrupted."""
 
 
 def _write(plan: Cut, part: Path, inputs: list[int], reused: set[str], bar: Bar) -> None:
@@ -467,11 +444,11 @@ def _write(plan: Cut, part: Path, inputs: list[int], reused: set[str], bar: Bar)
         try:
             with half.open("wb", buffering=0) as file:
                 file.write(shard.head)
-                for number, offset, length in _runs(shard):
-                    copy_range(inputs[number], offset, file.fileno(), length, advance)
+                for run in _runs(shard):
+                    copy_range(inputs[run.file], run.offset, file.fileno(), run.length, advance)
             half.rename(part / shard.name)
         except BaseException as error:
-            if not stop.is_set():  # the first; the others are waited for in their order
+            if not stop.is_set():  # only the first; pool.map reports in order
                 failed.append(error)
                 stop.set()
             raise
@@ -488,19 +465,24 @@ def _write(plan: Cut, part: Path, inputs: list[int], reused: set[str], bar: Bar)
         pool.shutdown(cancel_futures=True)
 
 
-def _runs(shard: Shard) -> Iterator[tuple[int, int, int]]:
-    """File, offset and length of the stretches that lie together in the input."""
-    run: tuple[int, int, int] | None = None
-    for placed in shard.tensors:
-        tensor = placed.tensor
-        if run and run[0] == placed.file and run[1] + run[2] == tensor.offset:
-            run = (run[0], run[1], run[2] + tensor.size)
-            continue
-        if run:
-            yield run
-        run = (placed.file, tensor.offset, tensor.size)
-    if run:
-        yield run
+class _Run(NamedTuple):
+    """A contiguous range of an input: file index, offset and length in bytes."""
+
+    file: int
+    offset: int
+    length: int
+
+
+def _runs(shard: Shard) -> list[_Run]:
+    """Join tensors that are adjacent in the input."""
+    runs: list[_Run] = []
+    for file, tensor in ((placed.file, placed.tensor) for placed in shard.tensors):
+        last = runs[-1] if runs else None
+        if last and last.file == file and last.offset + last.length == tensor.offset:
+            runs[-1] = last._replace(length=last.length + tensor.size)
+        else:
+            runs.append(_Run(file, tensor.offset, tensor.size))
+    return runs
 
 
 def _carry(source: Source, part: Path) -> None:
@@ -511,7 +493,7 @@ def _carry(source: Source, part: Path) -> None:
 
 
 def _settle(folder: Path, *, deep: bool = True) -> None:
-    """Have a folder on disk, with what is in it: only then may it get its name."""
+    """Flush a folder and its content to disk, before it gets its final name."""
     for path in (*(folder.rglob("*") if deep else ()), folder):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -521,31 +503,26 @@ def _settle(folder: Path, *, deep: bool = True) -> None:
 
 
 def _verify(plan: Cut, part: Path, inputs: list[int], bar: Bar) -> int:
-    """Hash every tensor in input and output, on all cores at once. Raises CheckpointError."""
+    """Compare each tensor's hash in input and output, on all cores. Raises CheckpointError."""
     done, total, count = 0, sum(p.tensor.size for s in plan.shards for p in s.tensors), 0
     with ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0)))) as pool:
         for shard in plan.shards:
             with (part / shard.name).open("rb") as file:
-                os.fsync(file.fileno())  # else its pages cannot be given back
+                os.fsync(file.fileno())  # dirty pages cannot be dropped
                 if file.read(len(shard.head)) != shard.head:
                     raise _differs(shard, "its header", part)
-                pairs = [
+                sums = [
                     (
-                        placed.tensor,
-                        pool.submit(_sum, placed, inputs, _nothing),
-                        pool.submit(
-                            sha256_range, file.fileno(), offset, placed.tensor.size, _nothing
-                        ),
+                        pool.submit(_sum, placed, inputs),
+                        pool.submit(sha256_range, file.fileno(), offset, placed.tensor.size),
                     )
                     for placed, offset in zip(shard.tensors, shard.offsets(), strict=True)
                 ]
-                for tensor, theirs, ours in pairs:
-                    if ours.result() != theirs.result():
-                        for _, *rest in pairs:
-                            for waiting in rest:
-                                waiting.cancel()
-                        raise _differs(shard, f"the tensor {tensor.name!r}", part)
-                    count, done = count + 1, done + tensor.size
+                for placed, (before, after) in zip(shard.tensors, sums, strict=True):
+                    if before.result() != after.result():
+                        pool.shutdown(wait=True, cancel_futures=True)
+                        raise _differs(shard, f"the tensor {placed.tensor.name!r}", part)
+                    count, done = count + 1, done + placed.tensor.size
                     bar.update(done, total)
                 forget(file.fileno())
     for number in inputs:
@@ -553,15 +530,11 @@ def _verify(plan: Cut, part: Path, inputs: list[int], bar: Bar) -> int:
     return count
 
 
-def _nothing(_: int) -> None:
-    """Count no bytes."""
-
-
 def _differs(shard: Shard, what: str, part: Path) -> CheckpointError:
     with suppress(OSError):
         (part / shard.name).unlink()
     return CheckpointError(
-        f"{what} came out different in {shard.name}", where=str(part / shard.name),
-        hint="the disk or the memory is failing, or the input changed meanwhile; run it again, "
-        "that shard is written anew",
+        f"{what} is different in {shard.name}", where=str(part / shard.name),
+        hint="the disk or the memory is failing, or the input changed meanwhile; run it again to "
+        "write that shard again",
     )  # fmt: skip

@@ -1,8 +1,7 @@
-"""Safetensors headers: tensor places read without loading a tensor.
+"""Safetensors headers: tensor offsets read without loading a tensor.
 
-The rules are those of the safetensors library (0.7): a header of at most 100 MB, tensors that lie
-one behind the other from the first byte to the last. A file that it would refuse is refused here,
-by name.
+The rules are those of the safetensors library (0.7): a header of at most 100 MB, tensors that fill
+the file without gaps. Files that the library refuses are refused here, with the cause.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bakehouse.checkpoints.gguf import SAFETENSORS_BITS, Tensor
-from bakehouse.checkpoints.reader import ByteSource, wrong_format
+from bakehouse.checkpoints.reader import ByteSource, damaged, wrong_format
 from bakehouse.errors import CheckpointError
 
 MAX_HEADER = 100_000_000
@@ -24,7 +23,7 @@ MAX_PUNCTUATION = 16 * MAX_TENSORS
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """What a safetensors file declares; tensors in the order in which they lie."""
+    """What a safetensors file declares; tensors in the order of their offsets."""
 
     name: str
     file_size: int
@@ -34,7 +33,7 @@ class SafetensorsHeader:
 
 
 def read_safetensors(source: ByteSource) -> SafetensorsHeader:
-    """Read a header whole. Raises CheckpointError, naming the cause."""
+    """Read a header. Raises CheckpointError that names the cause."""
     first = source.read(0, min(512, source.size))
     length = int.from_bytes(first[:8], "little")
     if len(first) < 9 or first[8:9] != b"{" or length > MAX_HEADER:
@@ -48,7 +47,7 @@ def read_safetensors(source: ByteSource) -> SafetensorsHeader:
         raise _corrupt(source, "truncated: the file ends before its size says so")
     entries = _parse(source, raw)
     metadata = entries.pop("__metadata__", {})
-    if not _is_text_map(metadata):
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _corrupt(source, "its __metadata__ is not a map of text to text")
     for text in (*entries, *metadata, *metadata.values()):
         if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
@@ -61,16 +60,15 @@ def read_safetensors(source: ByteSource) -> SafetensorsHeader:
     end = start
     for tensor in tensors:
         if tensor.offset != end:
-            kind = "lies over another one" if tensor.offset < end else "leaves a gap before it"
+            kind = "overlaps another one" if tensor.offset < end else "leaves a gap before it"
             raise _corrupt(source, f"the tensor {tensor.name!r} {kind}")
         end += tensor.size
     if end > source.size:
         raise _corrupt(
-            source,
-            f"truncated: its tensors end at byte {end}, the file has {source.size}",
+            source, f"truncated: its tensors end at byte {end}, the file has {source.size}"
         )
     if end < source.size:
-        raise _corrupt(source, f"{source.size - end} bytes lie behind its last tensor")
+        raise _corrupt(source, f"{source.size - end} bytes follow its last tensor")
     return SafetensorsHeader(source.name, source.size, metadata, tuple(tensors), start)
 
 
@@ -92,27 +90,23 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"the key {key!r} is there twice")
+                raise ValueError(f"duplicate key {key!r}")
             seen.add(key)
     return made
 
 
-def _is_text_map(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
-
-
 def _whole_numbers(value: Any) -> bool:
-    # bool is a kind of int in Python, and `true` is no length
+    # bool is a subclass of int, and `true` is not a length
     return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
 def _tensor(source: ByteSource, name: str, entry: Any, start: int) -> Tensor:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _corrupt(source, f"the entry of tensor {name!r} lacks dtype, shape or data_offsets")
+        raise _corrupt(source, f"the tensor {name!r} needs dtype, shape and data_offsets only")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     bits = SAFETENSORS_BITS.get(kind) if isinstance(kind, str) else None
     if bits is None:
-        raise _corrupt(source, f"the tensor {name!r} has the type {kind!r}, not known here")
+        raise _corrupt(source, f"the tensor {name!r} has the unknown type {kind!r}")
     if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
         raise _corrupt(source, f"shape or data_offsets of tensor {name!r} are not whole numbers")
     total = bits
@@ -130,8 +124,4 @@ def _tensor(source: ByteSource, name: str, entry: Any, start: int) -> Tensor:
 
 
 def _corrupt(source: ByteSource, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"the safetensors file is damaged: {what}",
-        where=source.name,
-        hint="download it again and compare its sha256; a cut download is the usual cause",
-    )
+    return damaged(source, "safetensors", what)

@@ -1,4 +1,4 @@
-"""`fit`: which quantisations of a model fit a machine, how much context, how fast at most."""
+"""`fit`: which quantisations of a model fit a machine, with what context and maximum speed."""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ Options = flags.Fit
 
 
 def run(ctx: Context, options: Options) -> Outcome:
-    """Judge. Raises UsageError, RecipeError, NotFound, HostError, CheckpointError."""
+    """Check each variant. Raises UsageError, RecipeError, NotFound, HostError, CheckpointError."""
     if (options.recipe is None) == (options.hub is None):
         raise UsageError("give either --recipe or --hub", hint="e.g. --hub OWNER/NAME")
     if options.revision and not options.hub:
-        raise UsageError("--revision belongs to --hub")
-    context = _whole(options.context, "--context")
+        raise UsageError("--revision needs --hub")
+    if options.context is not None and not re.fullmatch(r"[1-9]\d{0,8}", options.context):
+        raise UsageError(f"--context {options.context}: expected a number of tokens")
+    context = int(options.context) if options.context else None
     if options.machine and options.host not in (None, options.machine):
         raise UsageError("--machine and --host name two machines", hint="use --machine alone")
     profile = options.machine or options.host
@@ -62,8 +64,14 @@ def run(ctx: Context, options: Options) -> Outcome:
         if "model" in weights:
             budget = recipe_budget(machine, loaded.recipe, weights)
         found = _of_recipe(ctx, loaded, weights)
-    cache = _cache_type(options.kv_cache, demand.engine) or demand.keys
-    demand = replace(demand, context=context or demand.context, keys=cache,
+    known = cache_types(demand.engine)
+    if options.kv_cache is not None and options.kv_cache not in known:
+        raise UsageError(
+            f"--kv-cache {options.kv_cache}: {demand.engine} has no such cache type",
+            hint=f"one of {', '.join(known)}",
+        )
+    demand = replace(demand, context=context or demand.context,
+                     keys=options.kv_cache or demand.keys,
                      values=options.kv_cache or demand.values)  # fmt: skip
     ladder = make_ladder(machine, demand, found.variants, found.figures, beside=beside,
                          tokens_per_pass=speculation)  # fmt: skip
@@ -75,19 +83,19 @@ def _outcome(
 ) -> Outcome:
     notes = list(found.notes)
     if found.figures is None:
-        notes.append("no header was read: contexts and speeds are not known")
+        notes.append("no header was read: contexts and speeds are unknown")
     elif machine.bandwidth:
         share = found.figures.read_share
         notes.append(
-            f"speed: {machine.bandwidth / 1e9:g} GB/s over {share:.1%} of the bytes read a token "
-            f"(by {found.figures.of}), times {speculation:g} tokens a pass; "
-            "caches and overheads come on top"
+            f"speed: {machine.bandwidth / 1e9:g} GB/s over {share:.1%} of the bytes read per token "
+            f"(by {found.figures.of}), times {speculation:g} tokens per pass; "
+            "without caches and overheads"
         )
     else:
-        notes.append("speed: unknown, since the memory bandwidth is; --machine names profiles")
+        notes.append("speed: this machine's memory bandwidth is unknown; --machine names others")
     text = [ladder_text(ladder), *notes]
     if budget is not None:
-        text += ["", "the recipe as it stands:", table(budget)]
+        text += ["", "the recipe as it is:", table(budget)]
     result = {
         **ladder.to_data(),
         "shape": found.figures.shape.to_data() if found.figures else None,
@@ -95,39 +103,16 @@ def _outcome(
         "notes": notes,
     }
     checks = (ladder.check(), *(budget.checks() if budget else ()))
-    return Outcome(result, "\n".join(text), checks, error=_nothing(ladder, machine))
-
-
-def _nothing(ladder: FitTable, machine: Machine) -> HostError | None:
-    """What to say where nothing fits: a script sees it by the exit code, 9 as for `serve`."""
-    if ladder.recommended is not None:
-        return None
-    return HostError(
-        f"no quantisation can be taken: {ladder.why}",
-        where=machine.name,
-        hint="ask with a smaller --context or --kv-cache q8_0, free memory that others use, or "
-        "take a smaller model",
-        id="memory",
-    )
-
-
-def _cache_type(value: str | None, engine: str) -> str | None:
-    """Read a type whose size is known; with any other nothing could be said to fit."""
-    known = cache_types(engine)
-    if value is not None and value not in known:
-        raise UsageError(
-            f"--kv-cache {value} is no type of cache of {engine}",
-            hint=f"one of {', '.join(known)}",
+    error = None
+    if ladder.recommended is None:  # exit code 9, as for `serve`
+        error = HostError(
+            f"no quantisation fits: {ladder.why}",
+            where=machine.name,
+            hint="try a smaller --context or --kv-cache q8_0, free memory that other processes "
+            "use, or choose a smaller model",
+            id="memory",
         )
-    return value
-
-
-def _whole(value: str | None, flag: str) -> int | None:
-    if value is None:
-        return None
-    if not re.fullmatch(r"[1-9]\d{0,8}", value):
-        raise UsageError(f"{flag} {value}: a whole number of tokens is wanted")
-    return int(value)
+    return Outcome(result, "\n".join(text), checks, error=error)
 
 
 def _factor(value: str | None) -> float:
@@ -135,14 +120,14 @@ def _factor(value: str | None) -> float:
         return 1.0
     if not re.fullmatch(r"\d{1,2}(\.\d{1,3})?", value) or float(value) < 1:
         raise UsageError(
-            f"--speculation {value}: a number of at least 1 is wanted",
+            f"--speculation {value}: expected a number of at least 1",
             hint="mean acceptance length: 1 + accepted / drafts",
         )
     return float(value)
 
 
 def _weights(ctx: Context, loaded: LoadedRecipe) -> dict[str, Weight]:
-    """The recipe's weights: by its lock where there is one, else those that lie on this machine."""
+    """The recipe's weights: by its lock if there is one, else those on this machine."""
     lock = read_lock(lock_path(loaded.path))
     if lock is not None:
         paths = locate(ctx.places, loaded.folder, loaded.recipe, lock)
@@ -162,7 +147,7 @@ def _local(loaded: LoadedRecipe, path: str, files: str | None) -> Path:
 
 
 def _of_recipe(ctx: Context, loaded: LoadedRecipe, weights: Mapping[str, Weight]) -> Found:
-    """Every quantisation that the recipe's repository lists; its own files where it has none."""
+    """All quantisations in the recipe's repository; its own files if it has none."""
     model = loaded.recipe.weights.model
     weight = weights.get("model")
     if model.hub:
@@ -171,15 +156,15 @@ def _of_recipe(ctx: Context, loaded: LoadedRecipe, weights: Mapping[str, Weight]
         except HostError as error:
             if weight is None:
                 raise
-            return _own(loaded, weight, (f"other quantisations are not known: {error.what}",))
+            return _own(loaded, weight, (f"other quantisations are unknown: {error.what}",))
         if weight and weight.checkpoint:
             return replace(found, figures=Figures.read(weight.checkpoint, "the recipe's files"))
         return found
     if weight is None:
         raise NotFound(
-            "the recipe's weights are neither locked nor on this machine",
+            "the recipe has no lock, and its weights are not on this machine",
             where=str(loaded.path),
-            hint="run `invoke lock` first, or ask with --hub",
+            hint="run `invoke lock` first, or use --hub",
         )
     return _own(loaded, weight)
 

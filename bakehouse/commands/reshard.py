@@ -1,4 +1,4 @@
-"""`reshard`: rewrite a safetensors checkpoint into small shards, verified tensor by tensor."""
+"""`reshard`: rewrite a safetensors checkpoint into small shards and verify every tensor."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def run(ctx: Context, options: Options) -> Outcome:
         most = parse_size(options.max_shard)
     except ValueError as error:
         raise UsageError(
-            f"--max-shard {options.max_shard}: a size with its unit is wanted",
+            f"--max-shard {options.max_shard}: expected a size with a unit",
             hint="such as 4GB (10^9 bytes each) or 4GiB (2^30)",
         ) from error
     if most < 1:
-        raise UsageError("--max-shard must be more than nothing", hint="4GB suits most loaders")
+        raise UsageError("--max-shard must be more than 0", hint="4GB suits most loaders")
     folder, out = Path(options.checkpoint).absolute(), Path(options.out).absolute()
     made = reshard(folder, out, most, ctx.progress)
     shards = made.cut.shards
@@ -33,7 +33,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     same = check(
         "reshard-verified",
         "every tensor has the same sha256 in input and output",
-        f"{made.verified} tensors are the same",
+        f"{made.verified} tensors are equal",
         str(out),
         ok=made.verified == sum(len(shard.tensors) for shard in shards),
     )
@@ -42,10 +42,10 @@ def run(ctx: Context, options: Options) -> Outcome:
         f"{made.verified} tensors verified by sha256; {len(made.carried)} other files copied",
     ]
     if made.duplicates:
-        lines.append(f"{made.duplicates} tensors were there twice, the same: kept once")
+        lines.append(f"{made.duplicates} tensors were in two files with equal content: kept once")
     if made.cut.oversized:
         many = ", ".join(made.cut.oversized[:3])
-        lines.append(f"larger than --max-shard alone, each in a file of its own: {many}")
+        lines.append(f"larger than --max-shard, each in a file of its own: {many}")
     result = {
         "out": str(out),
         "shards": [{"name": shard.name, "size": shard.size} for shard in shards],

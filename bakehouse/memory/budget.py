@@ -37,18 +37,18 @@ class Weight:
     checkpoint: Checkpoint | None = None
     source: str = "file sizes"
     figures: ModelShape | None = None
-    """The model's shape where it is known from elsewhere than these files."""
+    """The model's shape if known from elsewhere than these files."""
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Weight:
-        """Of a checkpoint whose headers were read."""
+        """The weights of a checkpoint."""
         return cls(checkpoint.size, checkpoint.largest.size, checkpoint, "the files' headers")
 
     @classmethod
     def locate(cls, pin: WeightPin, files: Sequence[Path]) -> Weight:
-        """Of a lock's pin: by its headers where all `files` are there, else by the pinned sizes.
+        """The weights of a lock's pin: by headers if all `files` exist, else by pinned sizes.
 
-        Raises CheckpointError for files that are there and damaged.
+        Raises CheckpointError for damaged files.
         """
         weights = [f for f in pin.files if f.path.endswith((".gguf", ".safetensors"))] or pin.files
         if files and all(file.is_file() for file in files):
@@ -57,12 +57,12 @@ class Weight:
 
     @property
     def resident(self) -> int:
-        """Bytes that the loaded tensors take."""
+        """Bytes of the loaded tensors."""
         return self.checkpoint.tensor_bytes if self.checkpoint else self.size
 
     @property
     def shape(self) -> ModelShape | None:
-        """The model's shape where it is known."""
+        """The model's shape, if known."""
         if self.checkpoint is None:
             return self.figures
         return self.checkpoint.shape if self.checkpoint.shape.layers else self.figures
@@ -79,10 +79,10 @@ class Weight:
         return sum(size for name, (_, size) in types.items() if name.upper() in REPACKED)
 
     def offloaded(self, gpu_layers: int | None) -> int:
-        """Bytes of a GGUF that go to the GPU with `-ngl gpu_layers`: the last layers come first.
+        """Bytes of a GGUF on the GPU with `-ngl gpu_layers`, which takes the last layers first.
 
-        The input embedding stays in the machine's memory; the output goes with one layer more than
-        the model has. Without a header the whole is taken in proportion, over 64 layers.
+        The input embedding stays in the machine's memory; the output counts as one more layer.
+        Without a header the size is split evenly over 64 layers.
         """
         if gpu_layers == 0:
             return 0
@@ -94,7 +94,7 @@ class Weight:
         total = 0
         for tensor in self.checkpoint.tensors:
             if tensor.name.startswith("token_embd"):
-                # tied: the same tensor is the output too, and the GPU gets a copy
+                # tied: the same tensor is also the output, and the GPU gets a copy
                 total += tensor.size if tied else 0
             elif (number := layer_number(tensor.name)) < 0 or number >= first:
                 total += tensor.size
@@ -111,7 +111,7 @@ VLLM_WORKING = int(4.65 * GIB)
 """Activations and CUDA graphs, from one run of a 30B model: 75.45 - 60.7 - 10.1 GiB."""
 VLLM_CPU_WORKING = 2 * GIB
 IDLE = 4 * GIB
-"""What an idle system with a unified memory uses, assumed."""
+"""Assumed use of an idle system with unified memory."""
 RULE = "rule of thumb"
 
 
@@ -123,7 +123,7 @@ def make_budget(
     measured: Sequence[Measured] = (),
     reserve: int | None = None,
 ) -> Budget:
-    """Count everything. `weights` maps the roles `model`, `drafter` and `projector`; pure."""
+    """Count everything. `weights` maps the roles `model`, `drafter`, `projector`. Pure."""
     model = weights["model"]
     context = context_of(model.shape, demand) if model.shape else demand.context
     count = _Count(machine, demand, weights, context, {m.what: m for m in measured})
@@ -150,13 +150,13 @@ def make_budget(
 
 
 def compute_bytes(shape: ModelShape | None, demand: Demand, context: int | None) -> tuple[int, str]:
-    """Scratch buffers of one batch, by a rule that errs on the side of more; and the rule.
+    """Bytes of one batch's scratch buffers by a rule that errs on the high side; and the rule.
 
-    Held against llama-server 11434: SmolLM2 at 8192 tokens 22.6 MiB (rule 23.8), at 512 tokens
+    Compared with llama-server 11434: SmolLM2 at 8192 tokens 22.6 MiB (rule 23.8), at 512 tokens
     15.1 MiB (rule 16.3).
     """
     if shape is None or not shape.embedding:
-        return GIB, "1 GiB, the model's figures not being known"
+        return GIB, "1 GiB, as the model's sizes are unknown"
     each = 4 * (6 * shape.embedding + 3 * shape.feed_forward)
     attended = context or shape.context_limit or 4096
     formula = f"{demand.batch} tokens x (4 B x (6 x embedding + 3 x feed-forward)"
@@ -173,7 +173,7 @@ def compute_bytes(shape: ModelShape | None, demand: Demand, context: int | None)
 
 @dataclass
 class _Count:
-    """The lines as they are counted, one after the other."""
+    """Collects the lines of a budget."""
 
     machine: Machine
     demand: Demand
@@ -190,7 +190,7 @@ class _Count:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether llama.cpp computes with the weights on the CPU."""
+        """Whether llama.cpp computes on the CPU."""
         cpu = not self.machine.has_gpu or self.demand.gpu_layers == 0
         return self.demand.engine == "llama.cpp" and cpu
 
@@ -203,7 +203,7 @@ class _Count:
         self.lines.append(line)
 
     def as_measured(self, what: str, item: str, pool: Pool, phase: Phase) -> bool:
-        """Take a measured figure where there is one; whether there was."""
+        """Use a measured figure; False if there is none."""
         if found := self.measured.get(what):
             self.add(item, found.size, "as measured", found.source, pool,
                      basis=Basis.MEASURED, phase=phase)  # fmt: skip
@@ -225,7 +225,7 @@ class _Count:
         )
 
     def weights_held(self) -> None:
-        """Weights by role; a measured figure stands for all roles together."""
+        """Weights by role; a measured figure counts for all roles together."""
         pool = self.machine.pool
         if self.as_measured("weights", "weights, all", pool, Phase.ALWAYS):
             return
@@ -247,7 +247,7 @@ class _Count:
                 self.add(f"{item}, not offloaded", kept, what, weight.source, Pool.SYSTEM)
 
     def caches(self) -> None:
-        """The caches of model and drafter for the served context."""
+        """Caches of model and drafter for the served context."""
         pool = self.compute_pool if self.demand.cache_on_gpu else Pool.SYSTEM
         if self.as_measured("cache", "cache", pool, Phase.SERVING):
             return
@@ -260,14 +260,14 @@ class _Count:
             found = cache_lines(weight.shape, self.demand, self.context, pool)
             if found is None:
                 kinds = f"{self.demand.keys}/{self.demand.values}"
-                self.unknown.append(f"the cache of the {role}: type {kinds} is not known")
+                self.unknown.append(f"the cache of the {role}: unknown type {kinds}")
                 continue
             prefix = "" if role == "model" else "drafter's "
             self.lines += [x.model_copy(update={"item": prefix + x.item}) for x in found]
             self.unknown += [f"{role}: {a}" for a in weight.shape.assumptions if "as 0" in a]
 
     def working(self) -> None:
-        """Compute buffers, and what the engine and the driver take for themselves."""
+        """Compute buffers, and what engine and driver use themselves."""
         pool, shape = self.compute_pool, self.weights["model"].shape
         if self.as_measured("compute", "compute buffers", pool, Phase.SERVING):
             pass
@@ -277,51 +277,49 @@ class _Count:
                      pool, basis=Basis.ASSUMED, phase=Phase.SERVING)  # fmt: skip
         else:
             size, formula = compute_bytes(shape, self.demand, self.context)
-            self.add("compute buffers", size, formula, RULE + ", held against llama-server",
+            self.add("compute buffers", size, formula, RULE + ", compared with llama-server",
                      pool, basis=Basis.ASSUMED, phase=Phase.SERVING)  # fmt: skip
         if self.as_measured("engine", "engine and driver", pool, Phase.ALWAYS):
             return
         if self.machine.has_gpu and self.demand.share is None:
-            self.add("CUDA context", CUDA_CONTEXT, "0.5 GiB a process", RULE,
+            self.add("CUDA context", CUDA_CONTEXT, "0.5 GiB per process", RULE,
                      self.machine.pool, basis=Basis.ASSUMED)  # fmt: skip
         self.add("the server's process", PROCESS, "0.125 GiB", RULE, Pool.SYSTEM,
                  basis=Basis.ASSUMED)  # fmt: skip
 
     def share(self) -> None:
-        """What vLLM's share of the total memory leaves for the cache; all of it is taken."""
+        """The cache: what is left of vLLM's share of the total memory, which it takes whole."""
         pool, share = self.machine.pool, self.demand.share or 0.0
         total = self.machine.gpu_total() if self.machine.discrete else self.machine.total
-        # Buffers are part of the share, which is taken as a whole before the server is ready.
+        # Buffers are part of the share, which is reserved before the server is ready.
         inside = [x for x in self.lines if x.pool is pool and x.item != "the server's process"]
         room = int(share * total) - sum(line.bytes for line in inside)
         source = "vLLM takes --gpu-memory-utilization of the total"
-        if told := self.measured.get("cache"):
-            source += f"; {gib(told.size)} measured: {told.source}"
+        if known := self.measured.get("cache"):
+            source += f"; {gib(known.size)} measured: {known.source}"
         self.add("cache, what the share leaves", max(room, 0),
-                 f"{share:g} x {gib(total)} = {gib(int(share * total))}, less the above",
+                 f"{share:g} x {gib(total)} = {gib(int(share * total))}, minus the above",
                  source, pool, phase=Phase.SERVING)  # fmt: skip
         shape = self.weights["model"].shape
         found = None
         if shape is not None and self.context is not None:
             found = cache_lines(shape, self.demand, self.context, pool)
         if room <= 0:
-            self.lacking.append(
-                f"weights and buffers use up the share of {gib(int(share * total))}"
-            )
+            self.lacking.append(f"weights and buffers fill the share of {gib(int(share * total))}")
         elif found is None:
-            self.unknown.append("the cache that one sequence needs: layers or type not known")
+            self.unknown.append("the cache that one sequence needs: unknown layers or type")
         elif (need := sum(line.bytes for line in found)) > room:
             self.lacking.append(
                 f"{self.context} tokens need {gib(need)}, the share leaves {gib(room)}"
             )
 
     def staging(self) -> None:
-        """What loading holds on top: the files that are read and not yet in their place."""
+        """What loading needs on top: files that are read but not yet in place."""
         if self.as_measured("staging", "loader staging", Pool.SYSTEM, Phase.LOADING):
             return
         demand, machine = self.demand, self.machine
-        # Without a GPU the mapped file is the weights. A discrete GPU's weights are mapped in the
-        # machine's memory as page cache, which the kernel takes back when it needs it.
+        # Without a GPU the mapped file is the weights. For a discrete GPU it is page cache of the
+        # machine, which the kernel reclaims.
         if not machine.has_gpu or demand.gpu_layers == 0 or not demand.mmap:
             return
         if demand.engine == "vllm":
@@ -330,24 +328,21 @@ class _Count:
             self.add("loader staging", size, "the largest shard",
                      "shards are loaded one by one" + (", beside the reserved share" * taken),
                      Pool.SYSTEM, phase=Phase.LOADING)  # fmt: skip
-            if taken:
-                self.reserved_while_loading()
+            if taken:  # the engine holds the share while loading too, and it is one pool
+                self.lines = [
+                    x.model_copy(update={"phase": Phase.ALWAYS}) if x.phase is Phase.SERVING else x
+                    for x in self.lines
+                ]
         elif machine.unified:
             size = sum(weight.size for weight in self.weights.values())
             self.add("loader staging", size, "all mapped files, beside the device's copy",
                      "mapped pages and the device's copy share one pool; without mmap nothing "
-                     "is held twice", Pool.SYSTEM, phase=Phase.LOADING)  # fmt: skip
-
-    def reserved_while_loading(self) -> None:
-        """The share counts against loading too: it is one pool, and the engine holds it."""
-        for i, line in enumerate(self.lines):
-            if line.phase is Phase.SERVING:
-                self.lines[i] = line.model_copy(update={"phase": Phase.ALWAYS})
+                     "is stored twice", Pool.SYSTEM, phase=Phase.LOADING)  # fmt: skip
 
     def all_the_rest(self) -> None:
-        """Everything besides the weights, from what a machine had left with a server loaded."""
+        """All but the weights, from the memory left on a machine with a server loaded."""
         left = self.measured["left"]
-        # A drafter or a projector may have come since; counting them on top errs on the safe side.
+        # A drafter or projector may be newer than the figure: counted on top, to be safe.
         held = sum(line.bytes for line in self.lines if line.item.startswith("weights"))
         total = left.of or self.machine.total
         self.add(

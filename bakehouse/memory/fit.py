@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from bakehouse.checkpoints.checkpoint import SPLIT_NAME, Checkpoint, CheckpointFile, join_gguf
+from bakehouse.checkpoints.checkpoint import SHARD_NAME, Checkpoint, CheckpointFile, join_gguf
 from bakehouse.checkpoints.gguf import read_gguf
 from bakehouse.checkpoints.hf_config import MAX_CONFIG, hf_shape, parse_config
 from bakehouse.checkpoints.model_shape import ModelShape
@@ -31,15 +31,14 @@ from bakehouse.util.parallel import run_parallel
 from bakehouse.util.text import size_text as gib
 
 STEP = 256
-"""Contexts are advised in multiples of this."""
+"""Suggested contexts are multiples of this."""
 MOST = 2**24
 
 
 def largest_context(budget_at: Callable[[int], Budget], most: int | None) -> int | None:
-    """The largest context that fits, at most the model's own; None where not even 256 does.
+    """The largest context that fits, at most `most`; None if 256 does not, or for unknown caches.
 
-    `budget_at` gives the budget for a context; what it needs must grow with the context. Caches
-    that are not known make the answer worthless, so None is given for those too.
+    `budget_at` gives the budget for a context in tokens; its need must grow with the context.
     """
     low, high = 0, min(most or MOST, MOST) // STEP
     probe = budget_at(STEP)
@@ -59,26 +58,20 @@ def refusal(
 ) -> HostError:
     """The error for a budget that does not fit.
 
-    `context` is the largest one that would, `quant` the best quantisation that would, `mapped`
-    says that loading without mmap is worth trying.
+    `context` is the largest one that fits, `quant` the best quantisation that fits, `mapped`
+    whether loading without mmap is worth trying.
     """
-    what = "this does not fit: " + "; ".join(
-        [
-            f"{gib(purse.need)} of {purse.pool.value} needed, {gib(purse.available)} available, "
-            f"of which {gib(purse.reserve)} must stay free"
-            for purse in budget.purses
-            if not purse.fits
-        ]
-        + list(budget.lacking)
-    )
     hints = []
     tight = [purse for purse in budget.purses if not purse.fits]
-    loading = bool(tight) and all(
-        purse.available - purse.serving >= purse.reserve for purse in tight
-    )
+    causes = [
+        f"{gib(purse.need)} of {purse.pool.value} needed, {gib(purse.available)} available, "
+        f"of which {gib(purse.reserve)} must stay free"
+        for purse in tight
+    ]
+    what = "this does not fit: " + "; ".join([*causes, *budget.lacking])
     staging = [line for line in budget.lines if line.phase is Phase.LOADING]
-    if loading and staging:
-        what += f" (it is loading that fails: {staging[0].item} takes {gib(staging[0].bytes)})"
+    if tight and staging and all(purse.left >= purse.reserve for purse in tight):
+        what += f" (only loading fails: {staging[0].item} takes {gib(staging[0].bytes)})"
         if mapped:
             hints.append("load without mmap (--load-mode none; --no-mmap in older builds)")
         else:
@@ -86,8 +79,8 @@ def refusal(
     if context and context < (budget.context or 0):
         hints.append(f"serve a context of at most {context}")
     if quant:
-        hints.append(f"take {quant}, the largest quantisation that fits")
-    hints.append("or free memory that others use")
+        hints.append(f"use {quant}, the largest quantisation that fits")
+    hints.append("or free memory that other processes use")
     return HostError(
         what,
         where=budget.machine,
@@ -98,33 +91,34 @@ def refusal(
 
 
 def table(budget: Budget) -> str:
-    """The budget as text, a number a line with its formula and source."""
+    """The budget as text, one number per line with its formula and source."""
     rows = [
         (line.item, gib(line.bytes), line.pool.value, line.phase.value, line.basis.value,
          f"{line.formula} [{line.source}]")
         for line in budget.lines
     ]  # fmt: skip
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
-    text = [
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                row[1].rjust(widths[1]),
-                *(row[i].ljust(widths[i]) for i in range(2, 5)),
-                row[5],
-            ]
-        )
-        for row in rows
+    text = aligned(rows, right=(1,))
+    text += [
+        f"{purse.pool.value}: {gib(purse.loading)} while loading, {gib(purse.serving)} once "
+        f"loaded, of {gib(purse.available)} available; {gib(purse.left)} left, "
+        f"{gib(purse.reserve)} must stay free: {'fits' if purse.fits else 'does NOT fit'}"
+        for purse in budget.purses
     ]
-    for purse in budget.purses:
-        text.append(
-            f"{purse.pool.value}: {gib(purse.loading)} while loading, {gib(purse.serving)} once "
-            f"loaded, of {gib(purse.available)} available; {gib(purse.left)} left, "
-            f"{gib(purse.reserve)} must stay free: {'fits' if purse.fits else 'does NOT fit'}"
-        )
     text += [f"not counted: {item}" for item in budget.unknown]
     text += [f"lacking: {item}" for item in budget.lacking]
     return "\n".join(text)
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Rows of equal length as lines of aligned columns; `right` lists right-aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 _QUANT = re.compile(
@@ -132,26 +126,26 @@ _QUANT = re.compile(
     re.IGNORECASE,
 )
 _BESIDE = re.compile(r"(^|/)(mmproj|imatrix|mtp-|draft)|imatrix|/original/", re.IGNORECASE)
-SHARD_NAME = re.compile(r"^(?P<stem>.*?)-\d{5}-of-(?P<count>\d{5})\.safetensors$")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One quantisation: all its files. Bytes."""
+    """One quantisation."""
 
     name: str
     files: tuple[tuple[str, int], ...]
+    """Path and bytes of each file."""
     complete: bool = True
-    """Whether every split that the names speak of is listed."""
+    """Whether all splits of the model are listed."""
 
     @property
     def size(self) -> int:
-        """All files together."""
+        """Bytes of all files."""
         return sum(size for _, size in self.files)
 
     @property
     def largest(self) -> int:
-        """The largest file."""
+        """Bytes of the largest file."""
         return max(size for _, size in self.files)
 
     @property
@@ -161,13 +155,13 @@ class Variant:
 
 
 def variants_in(files: Iterable[tuple[str, int]]) -> tuple[Variant, ...]:
-    """Group a listing (path, size) into variants, smallest first; projectors and such left out."""
+    """Group a listing of (path, bytes) into variants, smallest first, without projectors."""
     groups: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for path, size in files:
         pure = PurePosixPath(path)
         if pure.suffix not in {".gguf", ".safetensors"} or _BESIDE.search(path):
             continue
-        found = SPLIT_NAME.match(pure.name) or SHARD_NAME.match(pure.name)
+        found = SHARD_NAME.match(pure.name)
         stem = str(pure.parent / found["stem"]) if found else path
         groups.setdefault((stem, int(found["count"]) if found else 1), []).append((path, size))
     made = [
@@ -178,58 +172,58 @@ def variants_in(files: Iterable[tuple[str, int]]) -> tuple[Variant, ...]:
 
 
 def _variant_name(stem: str) -> str:
-    """The quantisation as the file name says it; else the name itself."""
+    """The quantisation in a file name; else the name itself."""
     name = re.sub(r"\.(gguf|safetensors)$", "", PurePosixPath(stem).name)
     found = _QUANT.findall(name) or _QUANT.findall(str(PurePosixPath(stem).parent))
     return found[-1] if found else name
 
 
 def model_name(stem: str) -> str:
-    """A file's name without its folder, quantisation and split: what variants have in common."""
+    """A file's name without folder, quantisation and split: the same for all variants."""
     name = re.sub(r"\.(gguf|safetensors)$", "", PurePosixPath(stem).name)
     name = re.sub(r"-\d{5}-of-\d{5}$", "", name)
     return re.sub(r"[-._]+", "-", _QUANT.sub("", name)).strip("-").casefold()
 
 
 def names_quant(name: str) -> bool:
-    """Whether a name speaks of a quantisation."""
+    """Whether a name contains a quantisation."""
     return bool(_QUANT.search(name))
 
 
 class Candidate(Frozen):
-    """A row of the ladder. Bytes, tokens, tokens a second."""
+    """One row: bytes, tokens, tokens per second."""
 
     name: str
     files: int
     size: int
     largest_file: int
     left: int
-    """For the cache and all else, besides the reserve; negative where it lacks."""
+    """Memory left while serving, without the reserve; negative if short."""
     fits: bool
-    """As far as it could be counted."""
+    """Whether it fits, as far as it could be counted."""
     proven: bool
-    """Whether all could be counted; the cache cannot be where no header was read."""
+    """Whether everything could be counted; without headers the cache cannot."""
     lacks: int
-    """What is missing in the phase that needs most, the reserve kept; negative where it fits."""
+    """Memory missing in the phase that needs most, with the reserve; negative if it fits."""
     context: int | None
-    """The largest that fits; None where none does, or where it cannot be known."""
+    """The largest that fits; None if none does, or if unknown."""
     speed: float | None
-    """Upper bound of decoding, from bytes read a token over the memory's bandwidth."""
+    """Upper bound of decoding: the memory's bandwidth over bytes read per token."""
     note: str = ""
 
 
 class FitTable(Frozen):
-    """All rows, and the one to take."""
+    """All rows, and the recommended one."""
 
     machine: str
     context: int
-    """Tokens that were asked for."""
+    """Requested tokens."""
     rungs: tuple[Candidate, ...]
     recommended: str | None
     why: str
 
     def check(self) -> Check:
-        """Whether anything fits; unknown where that could not be counted."""
+        """Whether anything fits; unknown if that could not be counted."""
         taken = next((r for r in self.rungs if r.fits and r.name == self.recommended), None)
         wanted = f"a quantisation that fits with {self.context} tokens"
         ok = None if taken and not taken.proven else taken is not None
@@ -238,16 +232,16 @@ class FitTable(Frozen):
 
 @dataclass(frozen=True)
 class Figures:
-    """What one variant's headers told of the model; the others have the same layers."""
+    """What one variant's headers declare; the other variants have the same layers."""
 
     shape: ModelShape
     read_share: float
-    """Bytes read for a token, of all bytes; the same in every quantisation, nearly."""
+    """Bytes read per token over all bytes; nearly the same in every quantisation."""
     of: str
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, of: str) -> Figures:
-        """Of a checkpoint whose headers were read."""
+        """The figures of a checkpoint."""
         share = checkpoint.bytes_per_token / max(1, checkpoint.tensor_bytes)
         return cls(checkpoint.shape, share, of)
 
@@ -261,11 +255,11 @@ def make_ladder(
     beside: Mapping[str, Weight] | None = None,
     tokens_per_pass: float = 1.0,
 ) -> FitTable:
-    """Judge every variant for `demand.context` tokens; pure.
+    """Check every variant with `demand.context` tokens. Pure.
 
-    `beside` are the weights of drafter and projector; `tokens_per_pass` is what speculation is
-    stated to bring. GGUF files are taken as loaded without mmap on unified memory, since with it
-    the weights would be there twice.
+    `beside` are the weights of drafter and projector, `tokens_per_pass` the mean tokens per pass
+    with speculation. On unified memory GGUF files count as loaded without mmap, which would hold
+    the weights twice.
     """
     context = demand.context or min((figures and figures.shape.context_limit) or 32_768, 32_768)
     wanted = replace(demand, context=context, mmap=demand.mmap and not machine.unified)
@@ -321,7 +315,7 @@ def _why(rungs: tuple[Candidate, ...], best: Candidate | None, context: int) -> 
         return "the listing holds no weight files"
     whole = [rung for rung in rungs if not rung.note]
     if not whole:
-        return "none is whole: files are missing from the listing"
+        return "none is complete: files are missing from the listing"
     if best is None:
         smallest = min(whole, key=lambda rung: rung.size)
         return f"none fits with {context} tokens; the smallest lacks {gib(smallest.lacks)}"
@@ -329,8 +323,8 @@ def _why(rungs: tuple[Candidate, ...], best: Candidate | None, context: int) -> 
     text = f"the largest that fits with {context} tokens, {gib(best.left)} to spare"
     if not best.proven:
         text = (
-            f"the largest whose weights fit, {gib(best.left)} to spare; the cache could not be "
-            f"counted, so whether {context} tokens fit is not known"
+            f"the largest whose weights fit, {gib(best.left)} to spare; the size of the cache is "
+            f"unknown, so whether {context} tokens fit is not known"
         )
     if above:
         following = min(above, key=lambda rung: rung.size)
@@ -340,7 +334,7 @@ def _why(rungs: tuple[Candidate, ...], best: Candidate | None, context: int) -> 
 
 
 def ladder_text(ladder: FitTable) -> str:
-    """The ladder as text."""
+    """The rows and the recommendation as text."""
     head = ("", "quant", "files", "size", "left", "context", "tok/s at most")
     rows = [head] + [
         (
@@ -354,29 +348,21 @@ def ladder_text(ladder: FitTable) -> str:
         )
         for rung in ladder.rungs
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), row[1].ljust(widths[1]),
-             *(row[i].rjust(widths[i]) for i in range(2, 7))]
-        ).rstrip()
-        for row in rows
-    ]  # fmt: skip
-    chosen = f"take {ladder.recommended}: " if ladder.recommended else ""
-    return "\n".join([f"on {ladder.machine}, {ladder.context} tokens", *lines,
-                      f"{chosen}{ladder.why}"])  # fmt: skip
+    chosen = f"use {ladder.recommended}: " if ladder.recommended else ""
+    title = f"on {ladder.machine}, {ladder.context} tokens"
+    return "\n".join([title, *aligned(rows, right=range(2, 7)), f"{chosen}{ladder.why}"])
 
 
 def find_machine(processes: Processes) -> Machine:
-    """Ask this machine for its memory, and its GPUs' through nvidia-smi where there is one."""
+    """Measure this machine's memory, and its GPUs' with nvidia-smi if there is one."""
     return this_machine(read_host(), read_gpus(processes))
 
 
 def locked_weights(lock: Lock, files: Mapping[str, Sequence[str]]) -> dict[str, Weight]:
-    """The weights of a lock; headers are read of roles whose files are on this machine.
+    """The weights of a lock, with headers for roles whose files are on this machine.
 
-    `files` maps a role to the paths at which its files are or will be. Raises CheckpointError for
-    files that are there and damaged.
+    `files` maps a role to the paths of its files, fetched or not. Raises CheckpointError for
+    damaged files.
     """
     return {
         role: Weight.locate(pin, [Path(name) for name in files.get(role, ())])
@@ -387,7 +373,7 @@ def locked_weights(lock: Lock, files: Mapping[str, Sequence[str]]) -> dict[str, 
 def recipe_budget(
     machine: Machine, recipe: Recipe, weights: Mapping[str, Weight], argv: Sequence[str] = ()
 ) -> Budget:
-    """The budget of a recipe; `argv` is the rendered command, where there is one."""
+    """The budget of a recipe; `argv` is the rendered command, if there is one."""
     demand = demand_of(recipe, argv)
     return make_budget(machine, demand, weights, measured=recipe.memory.measured,
                        reserve=recipe.memory.reserve)  # fmt: skip
@@ -396,7 +382,7 @@ def recipe_budget(
 def best_context(
     machine: Machine, recipe: Recipe, weights: Mapping[str, Weight], argv: Sequence[str] = ()
 ) -> int | None:
-    """The largest context with which the recipe fits; None where none does, or none is known."""
+    """The largest context with which the recipe fits; None if none does, or if unknown."""
     demand = demand_of(recipe, argv)
     shape = weights["model"].shape
     if shape is None or recipe.memory.measured:

@@ -1,9 +1,9 @@
-"""The memory of a machine: this one, or a named one that is only planned for."""
+"""The memory of this machine, or of a named profile."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from bakehouse.errors import UsageError
 from bakehouse.host import Gpu, HostFacts
@@ -13,35 +13,34 @@ from bakehouse.recipe.types import parse_size
 
 @dataclass(frozen=True)
 class Machine:
-    """Memory in bytes, as one moment found it or a profile states it."""
+    """Memory in bytes, measured now or from a profile."""
 
     name: str
     total: int
     available: int
-    """MemAvailable, or the profile's total less what an idle system uses."""
+    """MemAvailable, or the profile's total minus an idle system's use."""
     cached: int = 0
-    """Of `available`, page cache that can be reclaimed; 0 where that is not known."""
+    """Reclaimable page cache in `available`; 0 if unknown."""
     unified: bool = False
     gpus: tuple[Gpu, ...] = ()
     bandwidth: float | None = None
-    """Bytes a second that decoding can read from the memory that holds the weights."""
+    """Bytes per second of the memory that holds the weights."""
     source: str = "/proc/meminfo"
     measured: bool = True
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def has_gpu(self) -> bool:
-        """Whether there is an accelerator at all."""
+        """Whether the machine has a GPU."""
         return bool(self.gpus)
 
     @property
     def discrete(self) -> bool:
-        """Whether the accelerator has memory of its own."""
+        """Whether the GPU has its own memory."""
         return self.has_gpu and not self.unified
 
     @property
     def pool(self) -> Pool:
-        """Where weights and caches go that are offloaded."""
+        """The pool of offloaded weights and caches."""
         return Pool.GPU if self.discrete else Pool.SYSTEM
 
     def gpu_total(self) -> int:
@@ -53,13 +52,13 @@ class Machine:
         return sum(gpu.memory_free or 0 for gpu in self.gpus)
 
     def reserve(self, pool: Pool) -> int:
-        """What must stay free: on unified memory going over takes the machine down."""
+        """Bytes to keep free: running out of unified memory takes the machine down."""
         if pool is Pool.GPU:
             return max(256 * 2**20, self.gpu_total() // 50)
         return max(GIB // 2, self.total // 20)
 
     def lines(self) -> tuple[Line, ...]:
-        """The machine's own numbers."""
+        """Budget lines of the machine itself."""
         basis = Basis.MEASURED if self.measured else Basis.ASSUMED
         used = self.total - self.available
         lines = [
@@ -91,28 +90,20 @@ _UNIFIED_NAME = re.compile(r"\b(GB10|Tegra|Orin|Thor|Xavier|DGX Spark)\b", re.IG
 def this_machine(facts: HostFacts, gpus: tuple[Gpu, ...] = ()) -> Machine:
     """Make a machine of what this host says.
 
-    MemAvailable counts, never MemFree. A GPU without figures, or of a kind known to have no memory
-    of its own (a driver that answers all the same is not believed), makes it a unified one.
+    MemAvailable counts, never MemFree. Memory is unified if a GPU has no figures, or is of a kind
+    without its own memory (whatever its driver reports).
     """
     unified = any(gpu.memory_total is None or _UNIFIED_NAME.search(gpu.name) for gpu in gpus)
     bandwidth = None
     if gpus:
         rates = {p.gpus[0].name: p.bandwidth for p in PROFILES.values() if p.gpus}
         bandwidth = next((rate for name, rate in rates.items() if name in gpus[0].name), None)
-    return Machine(
-        name="this machine",
-        total=facts.memory_total,
-        available=min(facts.memory_available, facts.memory_total),
-        cached=max(0, min(facts.memory_available, facts.memory_total) - facts.memory_free)
-        if facts.memory_free
-        else 0,
-        unified=unified,
-        gpus=gpus,
-        bandwidth=bandwidth,
-    )
+    available = min(facts.memory_available, facts.memory_total)
+    cached = max(0, available - facts.memory_free) if facts.memory_free else 0
+    return Machine("this machine", facts.memory_total, available, cached, unified, gpus, bandwidth)
 
 
-def _profile(
+def _discrete(
     name: str, gpu: str, memory: float, bandwidth: float, source: str, *, idle: float = 2.0
 ) -> Machine:
     """A discrete GPU in a machine with twice its memory; GiB and GB/s."""
@@ -142,20 +133,20 @@ PROFILES: dict[str, Machine] = {
         idle=4.0,
     ),
     "thor": _unified("thor", "Thor", 122.8, 273, _SHEET, idle=4.0),
-    "h100": _profile("h100", "H100", 79.6, 3350, _SHEET),
-    "h200": _profile("h200", "H200", 139.8, 4800, _SHEET),
-    "b200": _profile("b200", "B200", 178.0, 8000, _SHEET),
-    "a100-80": _profile("a100-80", "A100-SXM4-80GB", 79.3, 2039, _SHEET),
-    "l40s": _profile("l40s", "L40S", 44.9, 864, _SHEET),
-    "rtx3090": _profile("rtx3090", "RTX 3090", 23.7, 936, _SHEET),
-    "rtx4090": _profile("rtx4090", "RTX 4090", 23.6, 1008, _SHEET),
-    "rtx5090": _profile("rtx5090", "RTX 5090", 31.4, 1792, _SHEET),
-    "rtxpro6000": _profile("rtxpro6000", "RTX PRO 6000", 95.0, 1792, _SHEET),
+    "h100": _discrete("h100", "H100", 79.6, 3350, _SHEET),
+    "h200": _discrete("h200", "H200", 139.8, 4800, _SHEET),
+    "b200": _discrete("b200", "B200", 178.0, 8000, _SHEET),
+    "a100-80": _discrete("a100-80", "A100-SXM4-80GB", 79.3, 2039, _SHEET),
+    "l40s": _discrete("l40s", "L40S", 44.9, 864, _SHEET),
+    "rtx3090": _discrete("rtx3090", "RTX 3090", 23.7, 936, _SHEET),
+    "rtx4090": _discrete("rtx4090", "RTX 4090", 23.6, 1008, _SHEET),
+    "rtx5090": _discrete("rtx5090", "RTX 5090", 31.4, 1792, _SHEET),
+    "rtxpro6000": _discrete("rtxpro6000", "RTX PRO 6000", 95.0, 1792, _SHEET),
 }  # fmt: skip
 
 
 def named_machine(name: str) -> Machine:
-    """A profile by name, or `unified:121GiB`, `gpu:24GiB`, `cpu:64GiB`. Raises UsageError."""
+    """A profile by name, or e.g. `unified:121GiB`, `gpu:24GiB`, `cpu:64GiB`. Raises UsageError."""
     if name in PROFILES:
         return PROFILES[name]
     kind, colon, size = name.partition(":")
@@ -167,17 +158,12 @@ def named_machine(name: str) -> Machine:
             raise UsageError(f"--machine {name}: {error}", hint=hint) from error
         source = "as given by --machine; use by an idle system is assumed"
         if kind == "gpu":
-            return _profile(name, "GPU", memory, 0, source)
+            return _discrete(name, "GPU", memory, 0, source)
         machine = _unified(name, "GPU", memory, 0, source, idle=min(4.0, memory / 8))
-        return machine if kind == "unified" else _without_gpu(machine)
+        if kind == "cpu":
+            return replace(machine, unified=False, gpus=(), bandwidth=None)
+        return machine
     raise UsageError(
-        f"--machine {name} is not a machine that is known here",
+        f"unknown machine: --machine {name}",
         hint=f"known: {', '.join(PROFILES)}; or unified:SIZE, gpu:SIZE, cpu:SIZE",
     )
-
-
-def _without_gpu(machine: Machine) -> Machine:
-    return Machine(
-        name=machine.name, total=machine.total, available=machine.available, measured=False,
-        source=machine.source,
-    )  # fmt: skip

@@ -1,7 +1,7 @@
 """What a server's command needs, and the size of its KV cache.
 
-The formulas are those by which llama.cpp (build 11434, src/llama-kv-cache*.cpp,
-src/llama-memory-recurrent.cpp) allocates; for vLLM they give the least that the context needs.
+Formulas of llama.cpp (build 11434, src/llama-kv-cache*.cpp, src/llama-memory-recurrent.cpp); for
+vLLM they give the minimum that the context needs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ GIB = 2**30
 
 
 class Basis(StrEnum):
-    """How a number came to be."""
+    """Where a number comes from."""
 
     MEASURED = "measured"
     COMPUTED = "computed"
-    """From sizes and figures that files declare."""
+    """From sizes that files declare."""
     ASSUMED = "assumed"
-    """A rule of thumb; its source says whose."""
+    """A rule of thumb; see its source."""
 
 
 class Pool(StrEnum):
-    """Which memory a line draws on."""
+    """The memory that a line counts against."""
 
     SYSTEM = "memory"
-    """The machine's memory; on a unified machine the accelerator's too."""
+    """The machine's memory, which on unified machines the GPU shares."""
     GPU = "GPU memory"
 
 
@@ -60,16 +60,16 @@ class Line(Frozen):
 
 
 class PoolUsage(Frozen):
-    """One pool of a machine against what is asked of it, in bytes."""
+    """What a pool has and what is needed of it, in bytes."""
 
     pool: Pool
     total: int
     available: int
     reserve: int
     loading: int
-    """The most that is held while weights are loaded."""
+    """Maximum while weights are loaded."""
     serving: int
-    """What is held once the server runs."""
+    """While the server runs."""
 
     @property
     def need(self) -> int:
@@ -78,17 +78,17 @@ class PoolUsage(Frozen):
 
     @property
     def left(self) -> int:
-        """What is left of the available memory once the server runs; negative where it lacks."""
+        """Available memory left while the server runs; negative if it is short."""
         return self.available - self.serving
 
     @property
     def fits(self) -> bool:
-        """Whether both phases leave the reserve untouched."""
+        """Whether the reserve stays free in both phases."""
         return self.available - self.need >= self.reserve
 
 
 class Budget(Frozen):
-    """What serving a recipe takes on a machine."""
+    """The memory that a recipe needs on a machine."""
 
     machine: str
     context: int | None
@@ -96,17 +96,17 @@ class Budget(Frozen):
     lines: tuple[Line, ...]
     purses: tuple[PoolUsage, ...]
     unknown: tuple[str, ...] = ()
-    """What could not be counted; with any of these, fitting is not proven."""
+    """What could not be counted; if any, whether it fits is unproven."""
     lacking: tuple[str, ...] = ()
-    """What cannot work whatever the machine has left."""
+    """Problems that more free memory does not solve."""
 
     @property
     def fits(self) -> bool:
-        """Whether every pool holds out, as far as it could be counted."""
+        """Whether every pool is large enough, as far as it could be counted."""
         return not self.lacking and all(purse.fits for purse in self.purses)
 
     def checks(self) -> tuple[Check, ...]:
-        """One check a pool, one for each thing that lacks; not passed while anything is unknown."""
+        """One check per pool and per lack; unknown, not passed, if anything was not counted."""
         made = []
         for purse in self.purses:
             phase = "while loading" if purse.loading > purse.serving else "once loaded"
@@ -121,7 +121,7 @@ class Budget(Frozen):
             wanted = f"at least {gib(purse.reserve)} of {purse.pool.value} stay free"
             made.append(check(name, wanted, observed, self.machine, ok=ok))
         for lack in self.lacking:
-            wanted = "room for the cache of the served context"
+            wanted = "memory for the cache of the served context"
             made.append(check("memory-cache", wanted, lack, self.machine, ok=False))
         return tuple(made)
 
@@ -235,18 +235,18 @@ def _vllm(recipe: Recipe, flags: dict[str, str]) -> Demand:
 
 _VLLM_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
 _GGML_CACHES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
-"""What llama.cpp takes for -ctk and -ctv."""
+"""Values of llama.cpp's -ctk and -ctv."""
 CELL_PAD = 256
 """llama.cpp rounds a cache's cells up to a multiple of this."""
 
 
 def cache_types(engine: str) -> tuple[str, ...]:
-    """Types that an engine's cache may have."""
+    """Cache types that an engine supports."""
     return (*_VLLM_BYTES, "fp8") if engine == "vllm" else _GGML_CACHES
 
 
 def row_bytes(width: int, kind: str, engine: str) -> int | None:
-    """Bytes of `width` elements of a cache type; None for a type that is not known."""
+    """Bytes of `width` elements of a cache type; None for an unknown type."""
     if engine == "vllm":
         size = 1 if kind.startswith("fp8") else _VLLM_BYTES.get(kind)
         return None if size is None else width * size
@@ -255,16 +255,21 @@ def row_bytes(width: int, kind: str, engine: str) -> int | None:
 
 
 def context_of(shape: ModelShape, demand: Demand) -> int | None:
-    """The tokens that are asked for: the demand's, or all that the model declares."""
+    """Tokens to serve: the requested context, or the model's limit."""
     return demand.context or shape.context_limit
 
 
 def cache_lines(shape: ModelShape, demand: Demand, context: int, pool: Pool) -> list[Line] | None:
-    """The cache for `context` tokens, a line a kind of layer; None for an unknown cache type.
+    """The cache for `context` tokens, one line per layer kind; None for an unknown cache type.
 
-    `context` counts tokens over all sequences, as llama.cpp's -c does.
+    `context` counts tokens over all sequences, like llama.cpp's -c.
     """
-    lines = []
+    lines: list[Line] = []
+
+    def add(item: str, size: int, formula: str, source: str) -> None:
+        lines.append(Line(item=item, bytes=size, formula=formula, source=source, pool=pool,
+                          basis=Basis.COMPUTED, phase=Phase.SERVING))  # fmt: skip
+
     for title, layers in (("", shape.layers), ("MTP ", shape.mtp if demand.mtp else ())):
         for kind in (LayerKind.FULL, LayerKind.LATENT, LayerKind.SLIDING):
             chosen = [layer for layer in layers if layer.kind is kind]
@@ -274,56 +279,28 @@ def cache_lines(shape: ModelShape, demand: Demand, context: int, pool: Pool) -> 
             per_cell = _per_cell(chosen, demand)
             if per_cell is None:
                 return None
-            lines.append(
-                Line(
-                    item=f"{title}cache, {kind.value}",
-                    bytes=cells * per_cell,
-                    formula=f"{cells} cells x {per_cell} B ({len(chosen)} layers, "
-                    f"{_types(demand, kind)})",
-                    source="layers, KV heads and head sizes from the model's header",
-                    basis=Basis.COMPUTED,
-                    pool=pool,
-                    phase=Phase.SERVING,
-                )
-            )
+            one_type = kind is LayerKind.LATENT or demand.keys == demand.values
+            types = demand.keys if one_type else f"{demand.keys}/{demand.values}"
+            add(f"{title}cache, {kind.value}", cells * per_cell,
+                f"{cells} cells x {per_cell} B ({len(chosen)} layers, {types})",
+                "layers, KV heads and head sizes from the model's header")  # fmt: skip
         if state := sum(layer.state for layer in layers):
-            lines.append(_state_line(title, layers, state, demand, pool))
+            count = sum(layer.state > 0 for layer in layers)
+            add(f"{title}state, {LayerKind.RECURRENT.value}", state * 4 * demand.sequences,
+                f"{state} elements in {count} layers x 4 B x {demand.sequences} sequences",
+                "the model's header")  # fmt: skip
     return lines
-
-
-def _types(demand: Demand, kind: LayerKind) -> str:
-    if kind is LayerKind.LATENT or demand.keys == demand.values:
-        return demand.keys
-    return f"{demand.keys}/{demand.values}"
-
-
-def _state_line(
-    title: str, layers: tuple[Layer, ...], state: int, demand: Demand, pool: Pool
-) -> Line:
-    count = sum(layer.state > 0 for layer in layers)
-    return Line(
-        item=f"{title}state, {LayerKind.RECURRENT.value}",
-        bytes=state * 4 * demand.sequences,
-        formula=f"{state} elements in {count} layers x 4 B x {demand.sequences} sequences",
-        source="the model's header",
-        basis=Basis.COMPUTED,
-        pool=pool,
-        phase=Phase.SERVING,
-    )
 
 
 def _per_cell(layers: list[Layer], demand: Demand) -> int | None:
     total = 0
     for layer in layers:
-        for width, kind in (
-            (layer.keys, demand.keys),
-            (layer.values, demand.values),
-            (layer.index, demand.keys),
-        ):
-            size = row_bytes(width, kind, demand.engine)
-            if size is None:
-                return None
-            total += size
+        keys = row_bytes(layer.keys, demand.keys, demand.engine)
+        values = row_bytes(layer.values, demand.values, demand.engine)
+        index = row_bytes(layer.index, demand.keys, demand.engine)
+        if keys is None or values is None or index is None:
+            return None
+        total += keys + values + index
     return total
 
 
@@ -332,7 +309,7 @@ def _padded(cells: int) -> int:
 
 
 def _cells(shape: ModelShape, demand: Demand, context: int, kind: LayerKind) -> int:
-    """Tokens that a kind of layer keeps, over all sequences."""
+    """Tokens that layers of a kind keep, over all sequences."""
     if demand.engine == "vllm":
         window = shape.window or context
         return min(context, window + demand.batch) if kind is LayerKind.SLIDING else context

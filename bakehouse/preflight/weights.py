@@ -74,7 +74,7 @@ def inspect(
     checks: list[Check] = []
     for role, paths in files.items():
         where = str(paths[0]) if paths else role
-        expected = "whole weight files that belong together"
+        expected = "complete weight files that belong together"
         try:
             found[role] = read_paths(paths)
         except BakehouseError as error:
@@ -107,7 +107,7 @@ def gguf_checks(
     made = [_architecture(model.shape.architecture, architectures, where)]
     if model.metadata.get("tokenizer.ggml.model") == "gpt2":
         pre = model.metadata.get("tokenizer.ggml.pre")
-        observed = repr(pre) if pre else "no tokenizer.ggml.pre: an old converter made the file"
+        observed = repr(pre) if pre else "no tokenizer.ggml.pre: made by an old converter"
         made.append(
             check("model-pre-tokenizer", "the file names its pre-tokenizer", observed, where,
                   ok=bool(pre))
@@ -116,7 +116,7 @@ def gguf_checks(
         given = next((a for a in argv if a.split("=")[0] in TEMPLATE_FLAGS), None)
         own = bool(model.metadata.get("tokenizer.chat_template"))
         observed = "in the file" if own else f"by {given}" if given else (
-            "none: the engine would fall back to a template of its own"
+            "none: the engine would use a default template"
         )  # fmt: skip
         made.append(
             check("model-chat-template", "a chat template, since chat is used", observed, where,
@@ -135,17 +135,17 @@ def template_check(files: Sequence[Path], argv: Sequence[str] = ()) -> Check:
     given = next((a for a in argv if a.split("=")[0] in TEMPLATE_FLAGS), None)
     own = next((name for name in TEMPLATE_FILES if name in names), None)
     config = names.get(TOKENIZER)
-    told = _chat_template(config) if config and not own else None
+    in_config = _has_template(config) if config and not own else None
     where = TOKENIZER if config else "the pinned files"
-    if own or given or told:
+    if own or given or in_config:
         seen: str | None = f"in {own}" if own else f"by {given}" if given else f"in {TOKENIZER}"
     else:
-        seen = None if told is None else "none: each chat request would end with 400"
+        seen = None if in_config is None else "none: each chat request would get status 400"
     return check("model-chat-template", "a chat template, since chat is used", seen, where,
-                 ok=bool(own or given or told))  # fmt: skip
+                 ok=bool(own or given or in_config))  # fmt: skip
 
 
-def _chat_template(path: Path) -> bool | None:
+def _has_template(path: Path) -> bool | None:
     """Whether a tokenizer's configuration has a template; None if it cannot be read."""
     try:
         found = json.loads(path.read_bytes()[:MAX_TOKENIZER])
@@ -243,7 +243,14 @@ def admit(
     )
     known = source_architectures(ctx, lock) if recipe.engine == "llama.cpp" else None
     seen = inspect(paths, architectures=known, chat=chat, argv=argv)
-    _refuse_files(seen)
+    if failed := next((c for c in seen.checks if c.verdict is Verdict.FAILED), None):
+        raise CheckpointError(
+            f"the weights cannot be served: {failed.observed}",
+            where=failed.where,
+            hint=f"expected: {failed.expected}",
+            id=failed.id,
+            checks=seen.checks,
+        )
     weights = {role: Weight.read(made) for role, made in seen.checkpoints.items()}
     machine = machine or find_machine(ctx.processes)
     budget = recipe_budget(machine, recipe, weights, argv)

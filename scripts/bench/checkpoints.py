@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -110,8 +111,9 @@ def write_shards(folder: Path, part: Path) -> None:
     part.mkdir()
     source = read_source(folder)
     plan = cut(source.tensors, 100 * 2**20, {}, {})
-    with reshard._opened(source.files) as inputs, Silent().bar("") as bar:  # noqa: SLF001
-        reshard._write(plan, part, inputs, set(), bar)  # noqa: SLF001
+    with ExitStack() as stack, Silent().bar("") as bar:
+        files = [stack.enter_context(open(path, "rb")) for path in source.files]
+        reshard._write(plan, part, [file.fileno() for file in files], set(), bar)  # noqa: SLF001
 
 
 def against_cp(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""`fit` against a hub on loopback that holds real headers: nothing is downloaded."""
+"""`fit` with a Hub on loopback that holds real headers: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def glm(hub: FakeHub) -> None:
     hub.put("README.md", b"", 5000)
 
 
-def test_the_seed_s_ladder_on_a_gb10(hub: tuple[FakeHub, Context]) -> None:
+def test_fit_glm_quantisations_on_a_gb10(hub: tuple[FakeHub, Context]) -> None:
     fake, ctx = hub
     glm(fake)
     outcome = fit.run(ctx, fit.Options(hub="o/m", host="gb10", context="262144", kv_cache="q8_0"))
@@ -122,7 +122,7 @@ def test_the_seed_s_ladder_on_a_gb10(hub: tuple[FakeHub, Context]) -> None:
     # 273 GB/s over a tenth of the bytes, and 8 of 288 of the other nine tenths
     read = 108.72e9 * (0.1 + 0.9 * 8 / 288)
     assert rungs["UD-Q2_K_XL"]["speed"] == pytest.approx(273e9 / read, rel=0.02)
-    assert "take UD-Q2_K_XL" in outcome.text
+    assert "use UD-Q2_K_XL" in outcome.text
     assert "UD-IQ3_XXS" in outcome.result["why"]
     assert fake.sent < 20 * 2**20
 
@@ -148,7 +148,7 @@ def sparse(folder: Path, quant: str) -> tuple[Lock, dict[str, tuple[str, ...]]]:
     return lock, {"model": tuple(paths)}
 
 
-def test_a_refusal_names_the_best_quantisation_that_would_fit(
+def test_admit_refusal_names_the_best_quantisation_that_fits(
     hub: tuple[FakeHub, Context], tmp_path: Path
 ) -> None:
     fake, ctx = hub
@@ -160,12 +160,12 @@ def test_a_refusal_names_the_best_quantisation_that_would_fit(
     with pytest.raises(HostError) as caught:
         admit(ctx, recipe, lock, files, argv, machine=PROFILES["gb10"])
     assert caught.value.exit_code == 9
-    assert "take UD-Q2_K_XL" in str(caught.value.hint)
+    assert "use UD-Q2_K_XL" in str(caught.value.hint)
     lock, files = sparse(tmp_path, "UD-Q2_K_XL")
     assert admit(ctx, recipe, lock, files, argv, machine=PROFILES["gb10"]).budget.fits
 
 
-def test_weights_beyond_all_memory_are_refused_before_they_are_fetched(
+def test_admit_refuses_too_large_weights_before_fetching(
     hub: tuple[FakeHub, Context], tmp_path: Path
 ) -> None:
     fake, ctx = hub
@@ -185,7 +185,7 @@ def test_weights_beyond_all_memory_are_refused_before_they_are_fetched(
     refuse_by_size(ctx, recipe, lock, argv, PROFILES["gb10"])
 
 
-def test_what_speculation_is_said_to_bring(hub: tuple[FakeHub, Context]) -> None:
+def test_fit_speculation_multiplies_speed(hub: tuple[FakeHub, Context]) -> None:
     fake, ctx = hub
     glm(fake)
     plain = fit.run(ctx, fit.Options(hub="o/m", host="gb10"))
@@ -194,7 +194,7 @@ def test_what_speculation_is_said_to_bring(hub: tuple[FakeHub, Context]) -> None
         assert other["speed"] == pytest.approx(2 * one["speed"])
 
 
-def test_a_header_that_cannot_be_read_leaves_the_sizes(hub: tuple[FakeHub, Context]) -> None:
+def test_fit_unreadable_header_leaves_sizes(hub: tuple[FakeHub, Context]) -> None:
     fake, ctx = hub
     fake.put("m-Q4_K_M.gguf", b"Entry not found", 9_000_000_000)
     outcome = fit.run(ctx, fit.Options(hub="o/m", host="gb10"))
@@ -203,7 +203,7 @@ def test_a_header_that_cannot_be_read_leaves_the_sizes(hub: tuple[FakeHub, Conte
     assert any("HTTP error message" in note for note in outcome.result["notes"])
 
 
-def test_missing_splits_are_not_recommended(hub: tuple[FakeHub, Context]) -> None:
+def test_fit_does_not_recommend_missing_splits(hub: tuple[FakeHub, Context]) -> None:
     fake, ctx = hub
     fake.put("m-Q4_K_M-00001-of-00002.gguf", split_head(0, 2, 10**9), 10**9)
     outcome = fit.run(ctx, fit.Options(hub="o/m", host="gb10"))
@@ -213,40 +213,38 @@ def test_missing_splits_are_not_recommended(hub: tuple[FakeHub, Context]) -> Non
     assert "files are missing from the listing" in outcome.error.what
 
 
-@pytest.mark.parametrize(
-    ("options", "exit_code", "verdict"),
-    [
+def test_fit_exit_code_says_whether_anything_fits(
+    hub: tuple[FakeHub, Context],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake, ctx = hub
+    glm(fake)
+    monkeypatch.setenv("HF_ENDPOINT", ctx.environment["HF_ENDPOINT"])
+    rows: list[tuple[dict[str, str], int, str]] = [
         ({"host": "gb10"}, 0, "passed"),
         ({"host": "unified:64GiB"}, 9, "failed"),
         ({"host": "cpu:8GiB"}, 9, "failed"),
         ({"host": "gb10", "context": "1048576"}, 0, "passed"),
         ({"host": "unified:100GiB", "context": "262144"}, 0, "passed"),
         ({"host": "unified:100GiB", "context": "1048576"}, 9, "failed"),
-    ],
-)
-def test_a_script_can_tell_whether_anything_fits(
-    hub: tuple[FakeHub, Context],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: dict[str, str],
-    exit_code: int,
-    verdict: str,
-) -> None:
-    fake, ctx = hub
-    glm(fake)
-    monkeypatch.setenv("HF_ENDPOINT", ctx.environment["HF_ENDPOINT"])
-    assert main("fit", {"hub": "o/m", **options}, json=True) == exit_code
-    document = json.loads(capsys.readouterr().out)
-    assert document["exit"] == exit_code
-    assert [c["verdict"] for c in document["checks"] if c["id"] == "fit"] == [verdict]
-    assert len(document["result"]["rungs"]) == len(LISTED)  # the ladder is there all the same
-    if exit_code:
-        assert document["error"]["id"] == "memory"
-        assert "the smallest lacks" in document["error"]["what"]
-        assert "lacks -" not in document["error"]["what"]
+    ]
+    found = []
+    for options, _, _ in rows:
+        code = main("fit", {"hub": "o/m", **options}, json=True)
+        document = json.loads(capsys.readouterr().out)
+        assert document["exit"] == code
+        (verdict,) = (c["verdict"] for c in document["checks"] if c["id"] == "fit")
+        found.append((options, code, verdict))
+        assert len(document["result"]["rungs"]) == len(LISTED)  # shown in any case
+        if code:
+            assert document["error"]["id"] == "memory"
+            assert "the smallest lacks" in document["error"]["what"]
+            assert "lacks -" not in document["error"]["what"]
+    assert found == rows
 
 
-def test_what_could_not_be_counted_is_not_said_to_fit(hub: tuple[FakeHub, Context]) -> None:
+def test_fit_unknown_cache_is_unknown(hub: tuple[FakeHub, Context]) -> None:
     fake, ctx = hub
     fake.put("m-Q4_K_M.gguf", b"Entry not found", 9_000_000_000)
     outcome = fit.run(ctx, fit.Options(hub="o/m", host="gb10"))
@@ -264,7 +262,7 @@ def local(folder: Path, quant: str, size: float, *, name: str = "GLM-5.3-Flash")
 
 
 @pytest.mark.parametrize("layout", ["one folder", "a folder each"])
-def test_a_refusal_names_what_lies_beside_a_local_model(
+def test_admit_refusal_names_files_beside_a_local_model(
     context: Context, tmp_path: Path, layout: str
 ) -> None:
     paths = {
@@ -273,7 +271,7 @@ def test_a_refusal_names_what_lies_beside_a_local_model(
     }
     folder = paths["UD-IQ3_XXS"].parent
     local(folder, "Q8_0", 110.0, name="Some-Other-Model")
-    local(folder, "UD-Q2_K_L-00001-of-00002", 60)  # a download that was not ended
+    local(folder, "UD-Q2_K_L-00001-of-00002", 60)  # an unfinished download
     (folder / "GLM-5.3-Flash-UD-Q2_K_M.gguf").symlink_to("nowhere")
     (folder / "GLM-5.3-Flash-Q2_K_S.gguf").write_bytes(b"")
     own = paths["UD-IQ3_XXS"]
@@ -294,10 +292,10 @@ def test_a_refusal_names_what_lies_beside_a_local_model(
     ):
         with pytest.raises(HostError, match="does not fit") as caught:
             refuse()
-        assert "take UD-Q2_K_XL, the largest" in str(caught.value.hint)
+        assert "use UD-Q2_K_XL, the largest" in str(caught.value.hint)
 
 
-def test_fit_shows_what_lies_beside_a_local_model(
+def test_fit_lists_files_beside_a_local_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for quant, sizes in LISTED.items():
@@ -312,7 +310,7 @@ def test_fit_shows_what_lies_beside_a_local_model(
     assert result["recommended"] == "UD-Q2_K_XL"
 
 
-def test_safetensors_and_their_config(hub: tuple[FakeHub, Context]) -> None:
+def test_fit_safetensors_with_config(hub: tuple[FakeHub, Context]) -> None:
     fake, ctx = hub
     data = safetensors_bytes({"model.layers.0.w": ("BF16", [8], bytes(16))})
     fake.put("model.safetensors", data, len(data))
@@ -325,7 +323,7 @@ def test_safetensors_and_their_config(hub: tuple[FakeHub, Context]) -> None:
     assert outcome.result["rungs"][0]["context"] == 512
 
 
-def test_nothing_there(hub: tuple[FakeHub, Context]) -> None:
+def test_fit_repository_without_weights(hub: tuple[FakeHub, Context]) -> None:
     fake, ctx = hub
     with pytest.raises(NotFound):
         fit.run(ctx, fit.Options(hub="o/other", host="gb10"))
@@ -334,9 +332,8 @@ def test_nothing_there(hub: tuple[FakeHub, Context]) -> None:
         fit.run(ctx, fit.Options(hub="o/m", host="gb10"))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_fit_refuses_invalid_flags(context: Context) -> None:
+    for options in (
         fit.Options(),
         fit.Options(recipe="a", hub="o/m"),
         fit.Options(recipe="a", revision="x"),
@@ -347,14 +344,12 @@ def test_nothing_there(hub: tuple[FakeHub, Context]) -> None:
         fit.Options(recipe="smollm2-cpu", kv_cache="q9_9"),
         fit.Options(recipe="smollm2-cpu", kv_cache="Q8_0"),
         fit.Options(hub="../../etc", host="gb10"),
-    ],
-)
-def test_flags_that_make_no_sense(context: Context, options: fit.Options) -> None:
-    with pytest.raises(UsageError):
-        fit.run(context, options)
+    ):
+        with pytest.raises(UsageError):
+            fit.run(context, options)
 
 
-def test_a_hub_that_is_not_there(context: Context) -> None:
+def test_fit_hub_not_reachable(context: Context) -> None:
     ctx = replace(context, environment={"HF_ENDPOINT": "http://127.0.0.1:9"})
     ctx = replace(ctx, clock=ImpatientClock())
     with pytest.raises(HostError):
@@ -373,7 +368,7 @@ serve:
 """
 
 
-def test_a_recipe_s_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_recipe_with_local_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metadata = llama_metadata()
     (tmp_path / "m.gguf").write_bytes(gguf_bytes(metadata, [("a", (64,), 0, bytes(256))]))
     recipe = tmp_path / "local.yaml"

@@ -1,4 +1,4 @@
-"""GGUF headers: right values from files of ours, of the gguf package and of the real world."""
+"""GGUF headers: our own files, files of the gguf package, real files and broken ones."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def refused(data: bytes) -> CheckpointError:
     return caught.value
 
 
-def test_element_types_agree_with_the_gguf_package() -> None:
+def test_gguf_element_types_match_the_gguf_package() -> None:
     for kind, (block, size) in gguf.GGML_QUANT_SIZES.items():
         if kind.name == "Q8_1":  # the package counts two 32-bit floats, ggml-common.h two halves
             continue
         assert GGML_TYPES[int(kind)] == (kind.name, block, size)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 4096])
-def test_our_own_file_is_read_back_whatever_the_size_of_reads(chunk: int) -> None:
+def test_gguf_reads_back_our_own_file_with_any_read_size() -> None:
     metadata = llama_metadata(x__tokens=["tok"] * 500, x__numbers=list(range(5000)), x__f=True)
     data = gguf_bytes(metadata, [f32("a", 8, 4), ("q", (64,), 8, bytes(68))])
-    header = read_gguf(BytesSource("m.gguf", data, chunk))
+    header, *others = [read_gguf(BytesSource("m.gguf", data, chunk)) for chunk in (64, 1, 7, 4096)]
+    assert all(other == header for other in others)
     assert header.metadata["general.architecture"] == "llama"
     assert header.metadata["x.tokens"] == Array(8, 500)
     assert header.metadata["x.numbers"] == Array(4, 5000)
@@ -61,7 +61,7 @@ def test_our_own_file_is_read_back_whatever_the_size_of_reads(chunk: int) -> Non
     assert header.trailing == 28
 
 
-def test_a_file_of_the_gguf_package_is_read_as_the_package_reads_it(tmp_path: Path) -> None:
+def test_gguf_reads_a_file_like_the_gguf_package(tmp_path: Path) -> None:
     path = tmp_path / "moe.gguf"
     writer = gguf.GGUFWriter(path, "qwen3moe")
     writer.add_block_count(2)
@@ -91,9 +91,7 @@ def test_a_file_of_the_gguf_package_is_read_as_the_package_reads_it(tmp_path: Pa
     assert checkpoint.bytes_per_token == expert_bytes * 2 // 8 + 128
 
 
-def test_a_hybrid_mixture_of_experts_with_mtp_as_the_gguf_package_writes_it(
-    tmp_path: Path,
-) -> None:
+def test_gguf_reads_a_hybrid_moe_model_with_mtp(tmp_path: Path) -> None:
     path = tmp_path / "hybrid.gguf"
     writer = gguf.GGUFWriter(path, "qwen3next")
     writer.add_block_count(9)
@@ -147,14 +145,14 @@ def test_a_hybrid_mixture_of_experts_with_mtp_as_the_gguf_package_writes_it(
     assert not shape.assumptions
 
 
-def test_a_projector_says_what_its_encoder_is(tmp_path: Path) -> None:
+def test_gguf_projector_describes_its_encoder(tmp_path: Path) -> None:
     shape = read_path(write_projector(tmp_path / "mmproj.gguf")).shape
     assert shape.vision
     assert shape.pictures == Vision(1, WIDTH, PIXELS, PATCH, TEXT)
 
 
 @pytest.mark.engine
-def test_the_real_smollm2_file(smollm2: Path) -> None:
+def test_gguf_reads_the_real_smollm2_file(smollm2: Path) -> None:
     checkpoint = read_path(smollm2)
     theirs = gguf.GGUFReader(smollm2)
     assert [(t.name, t.shape, t.size, t.offset) for t in checkpoint.tensors] == [
@@ -171,74 +169,70 @@ def test_the_real_smollm2_file(smollm2: Path) -> None:
     assert checkpoint.quantisation == "Q4_1"
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (b"", "empty"),
-        (b"GGUF", "truncated"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", "git-lfs pointer"),
-        (b"<!doctype html><html></html>", "HTML"),
-        (b"  \n<HTML><body>", "HTML"),
-        (b"Entry not found", "HTTP error message (Entry not found)"),
-        (b"Invalid username or password.", "HTTP error message"),
-        (b'{"error":"Repository not found"}', "JSON"),
-        (bytes(4096), "zeros"),
-        (b"PK\x03\x04" + bytes(100), "zip archive"),
-        (b"tjgg" + bytes(100), "ggjt"),
-        (b"\x7fELF" + bytes(100), "program"),
-        (b"hello world, this is no model", "not a GGUF file"),
-        (gguf_bytes({}, version=1), "version 1"),
-        (gguf_bytes({}, version=2), "version 2"),
-        (gguf_bytes({}, version=4), "version 4"),
-        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0) + bytes(64), "tensors are declared"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60) + bytes(64), "keys are declared"),
-        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63) + bytes(64), "metadata key"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<I", 99), "type 99"),
-        (
-            b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k")
-            + struct.pack("<IIQ", 9, 8, 2**61) + bytes(99),
-            "the array 'k' needs",
-        ),
-        (
-            b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k")
-            + struct.pack("<IIQ", 9, 9, 1) + bytes(99),
-            "cannot stand in an array",
-        ),
-        (
-            b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IB", 7, 3),
-            "neither 0 nor 1",
-        ),
-        (gguf_bytes({"general.alignment": 24}), "power of two"),
-        (gguf_bytes({"general.alignment": 0}), "power of two"),
-        (gguf_bytes({}, [f32("a", 8), f32("a", 8)]), "twice"),
-        (gguf_bytes({}, [("a", (64,), 31, bytes(64))]), "no longer reads"),
-        (gguf_bytes({}, [("a", (64,), 250, bytes(64))]), "type 250"),
-        (gguf_bytes({}, [("a", (33,), 8, bytes(34))]), "whole Q8_0 blocks"),
-        (gguf_bytes({}, [("a", (1, 1, 1, 1, 1), 0, bytes(4))]), "5 dimensions"),
-        (gguf_bytes({}, [("a", (2**40, 2**40), 0, bytes(4))]), "impossible shape"),
-        (gguf_bytes({}, [f32("a", 8)], offsets=[33]), "multiple of 32"),
-        (gguf_bytes({}, [f32("a", 8), f32("b", 8)], offsets=[0, 0]), "lies over"),
-        (gguf_bytes({}, [f32("a", 8)], offsets=[2**40]), "truncated: the tensor 'a'"),
-        (gguf_bytes({}, [f32("blk.3.ffn_up.weight", 64)])[:-8], "'blk.3.ffn_up.weight' ends"),
-    ],
-)  # fmt: skip
-def test_what_is_no_whole_model_is_named_by_its_cause(data: bytes, words: str) -> None:
-    error = refused(data)
-    assert words in error.what
-    assert error.exit_code == 4
-    assert error.hint
-    assert error.where
-    assert error.where.startswith("m.gguf")
+BROKEN = [
+    (b"", "empty"),
+    (b"GGUF", "truncated"),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", "git-lfs pointer"),
+    (b"<!doctype html><html></html>", "HTML"),
+    (b"  \n<HTML><body>", "HTML"),
+    (b"Entry not found", "HTTP error message (Entry not found)"),
+    (b"Invalid username or password.", "HTTP error message"),
+    (b'{"error":"Repository not found"}', "JSON"),
+    (bytes(4096), "zeros"),
+    (b"PK\x03\x04" + bytes(100), "zip archive"),
+    (b"tjgg" + bytes(100), "ggjt"),
+    (b"\x7fELF" + bytes(100), "program"),
+    (b"hello world, this is no model", "not a GGUF file"),
+    (gguf_bytes({}, version=1), "version 1"),
+    (gguf_bytes({}, version=2), "version 2"),
+    (gguf_bytes({}, version=4), "version 4"),
+    (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+    (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0) + bytes(64), "tensors are declared"),
+    (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60) + bytes(64), "keys are declared"),
+    (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63) + bytes(64), "metadata key"),
+    (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<I", 99), "type 99"),
+    (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k")
+        + struct.pack("<IIQ", 9, 8, 2**61) + bytes(99),
+        "the array 'k' needs",
+    ),
+    (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k")
+        + struct.pack("<IIQ", 9, 9, 1) + bytes(99),
+        "arrays cannot hold",
+    ),
+    (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IB", 7, 3),
+        "neither 0 nor 1",
+    ),
+    (gguf_bytes({"general.alignment": 24}), "power of two"),
+    (gguf_bytes({"general.alignment": 0}), "power of two"),
+    (gguf_bytes({}, [f32("a", 8), f32("a", 8)]), "duplicate tensor"),
+    (gguf_bytes({}, [("a", (64,), 31, bytes(64))]), "no longer reads"),
+    (gguf_bytes({}, [("a", (64,), 250, bytes(64))]), "type 250"),
+    (gguf_bytes({}, [("a", (33,), 8, bytes(34))]), "whole Q8_0 blocks"),
+    (gguf_bytes({}, [("a", (1, 1, 1, 1, 1), 0, bytes(4))]), "5 dimensions"),
+    (gguf_bytes({}, [("a", (2**40, 2**40), 0, bytes(4))]), "impossible shape"),
+    (gguf_bytes({}, [f32("a", 8)], offsets=[33]), "multiple of 32"),
+    (gguf_bytes({}, [f32("a", 8), f32("b", 8)], offsets=[0, 0]), "overlaps"),
+    (gguf_bytes({}, [f32("a", 8)], offsets=[2**40]), "truncated: the tensor 'a'"),
+    (gguf_bytes({}, [f32("blk.3.ffn_up.weight", 64)])[:-8], "'blk.3.ffn_up.weight' ends"),
+    (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * (text("k") + struct.pack("<II", 4, 1)),
+        "duplicate metadata key",
+    ),
+]  # fmt: skip
 
 
-def test_a_key_that_is_there_twice_is_refused() -> None:
-    pair = text("k") + struct.pack("<II", 4, 1)
-    assert "twice" in refused(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + pair + pair).what
+def test_gguf_names_what_is_wrong_with_a_file() -> None:
+    errors = [(refused(data), words) for data, words in BROKEN]
+    assert not [(e.what, words) for e, words in errors if words not in e.what]
+    assert all(e.exit_code == 4 and e.hint for e, _ in errors)
+    assert all((e.where or "").startswith("m.gguf") for e, _ in errors)
 
 
 @given(st.binary(max_size=400))
-def test_any_bytes_give_a_value_or_a_clear_error(data: bytes) -> None:
+def test_gguf_any_bytes_give_a_header_or_a_clear_error(data: bytes) -> None:
     explained(lambda: read(b"GGUF\x03\0\0\0" + data))
 
 
@@ -252,7 +246,7 @@ GOOD = gguf_bytes(
     st.integers(0, len(GOOD)),
     st.sampled_from([1, 13, 4096]),
 )
-def test_a_damaged_file_gives_a_value_or_a_clear_error(
+def test_gguf_damaged_file_gives_a_header_or_a_clear_error(
     changes: list[tuple[int, int]], length: int, chunk: int
 ) -> None:
     data = bytearray(GOOD)
@@ -262,7 +256,7 @@ def test_a_damaged_file_gives_a_value_or_a_clear_error(
     explained(lambda: join_gguf([read_gguf(source)]).to_data())
 
 
-def test_every_cut_of_a_good_file_is_refused() -> None:
+def test_gguf_refuses_a_file_cut_at_any_byte() -> None:
     end = len(GOOD) - 16  # the padding behind the last tensor may be missing
     for length in range(end):
         refused(GOOD[:length])
@@ -282,26 +276,21 @@ class Endless:
         return self.head[offset : offset + length].ljust(length, b"\0")
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
+def test_gguf_huge_file_costs_bounded_reading_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_module, "MAX_HEADER", 2**26)
+    for head in (
         struct.pack("<IQQ", 3, 500_000, 0),
         struct.pack("<IQQ", 3, 0, 2**35),
         struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IIQ", 9, 8, 2**23 - 99),
         struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IIQ", 9, 0, 2**39),
         struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IQ", 8, 2**38),
-    ],
-)
-def test_a_huge_file_costs_bounded_reading_and_time(
-    head: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gguf_module, "MAX_HEADER", 2**26)
-    source = Endless(b"GGUF" + head)
-    started = time.monotonic()
-    with suppress(CheckpointError):
-        read_gguf(source)
-    assert source.asked < 66 * 2**20
-    assert time.monotonic() - started < 60
+    ):
+        source = Endless(b"GGUF" + head)
+        started = time.monotonic()
+        with suppress(CheckpointError):
+            read_gguf(source)
+        assert source.asked < 66 * 2**20, head
+        assert time.monotonic() - started < 60, head
 
 
 def crowd(entry: bytes, size: int = 2**23) -> bytes:
@@ -312,25 +301,24 @@ def crowd(entry: bytes, size: int = 2**23) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", 3, 0, count) + keys
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        struct.pack("<IIQ", 9, 4, 4096) + bytes(4 * 4096),
-        struct.pack("<IIQ", 9, 7, 4096) + bytes(4096),
-        struct.pack("<IIQ", 9, 8, 64) + bytes(8 * 64),
-        struct.pack("<IB", 0, 1),
-    ],
-    ids=["numbers", "booleans", "strings", "keys"],
-)
-def test_a_header_costs_little_memory_however_it_is_filled(entry: bytes) -> None:
-    source = BytesSource("crowd.gguf", crowd(entry))
-    tracemalloc.start()
-    try:
-        with suppress(CheckpointError):
-            read_gguf(source)
-        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
-    finally:
-        tracemalloc.stop()
+def test_gguf_header_costs_little_memory() -> None:
+    entries = {
+        "numbers": struct.pack("<IIQ", 9, 4, 4096) + bytes(4 * 4096),
+        "booleans": struct.pack("<IIQ", 9, 7, 4096) + bytes(4096),
+        "strings": struct.pack("<IIQ", 9, 8, 64) + bytes(8 * 64),
+        "keys": struct.pack("<IB", 0, 1),
+    }
+    peaks = {}
+    for name, entry in entries.items():
+        source = BytesSource("crowd.gguf", crowd(entry))
+        tracemalloc.start()
+        try:
+            with suppress(CheckpointError):
+                read_gguf(source)
+            peaks[name] = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert max(peaks.values()) < 8 * 2**20, peaks
 
 
 def split(number: int, count: int, names: list[str], total: int = 4) -> bytes:
@@ -340,7 +328,7 @@ def split(number: int, count: int, names: list[str], total: int = 4) -> bytes:
     )
 
 
-def test_splits_are_found_from_the_first_and_counted(tmp_path: Path) -> None:
+def test_gguf_splits_are_found_from_the_first(tmp_path: Path) -> None:
     first = write(tmp_path / "m-00001-of-00002.gguf", split(0, 2, ["a", "b"]))
     with pytest.raises(NotFound, match="1 of 2 files"):
         read_path(first)
@@ -357,23 +345,23 @@ def test_splits_are_found_from_the_first_and_counted(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="two files"):
         read_path(first)
     write(second, split(1, 3, ["c", "d"]))
-    with pytest.raises(CheckpointError, match="do not make one whole"):
+    with pytest.raises(CheckpointError, match="not one complete model"):
         read_path(first)
 
 
-def test_splits_that_cat_put_together_are_named(tmp_path: Path) -> None:
+def test_gguf_splits_joined_with_cat_are_named(tmp_path: Path) -> None:
     one = split(0, 3, ["a"])
     merged = write(tmp_path / "model.gguf", one + bytes(100_000))
-    with pytest.raises(CheckpointError, match="put together with cat") as caught:
+    with pytest.raises(CheckpointError, match="joined with cat") as caught:
         read_path(merged)
     assert "split.count = 3" in str(caught.value.where)
     renamed = write(tmp_path / "renamed.gguf", one)
     with pytest.raises(CheckpointError) as caught:
         read_path(renamed)
-    assert "cat" not in caught.value.what
+    assert "with cat" not in caught.value.what
 
 
-def test_what_cannot_be_opened(tmp_path: Path) -> None:
+def test_checkpoint_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         read_path(tmp_path / "nowhere.gguf")
     os.mkfifo(tmp_path / "pipe.gguf")
@@ -384,7 +372,7 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
         read_path(tmp_path / "only")
 
 
-def test_headers_are_quick() -> None:
+def test_gguf_headers_are_fast() -> None:
     tensors = [f32(f"blk.{i}.weight", 1) for i in range(50_000)]
     kv = llama_metadata(tokenizer__ggml__tokens=["token"] * 150_000)
     data = gguf_bytes(kv, tensors)
@@ -392,4 +380,4 @@ def test_headers_are_quick() -> None:
     header = read_gguf(BytesSource("m.gguf", data, 2**18))
     seconds = time.perf_counter() - started
     assert len(header.tensors) == 50_000
-    assert seconds < 30  # the benchmark holds it to 1 s on a free machine
+    assert seconds < 30  # the benchmark expects 1 s on an idle machine

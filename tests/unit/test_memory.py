@@ -1,4 +1,4 @@
-"""Memory budgets against the figures that were published, and the corpus of failures."""
+"""Memory budgets compared with published figures and the corpus of failures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def glm(size: int) -> Weight:
 GLM = Demand("llama.cpp", context=262_144, keys="q8_0", values="q8_0", mmap=False, mtp=True)
 
 
-def test_glm_q2_fits_a_gb10_and_leaves_what_the_seed_saw() -> None:
+def test_budget_glm_q2_fits_a_gb10() -> None:
     budget = make_budget(GB10, GLM, {"model": glm(Q2_K_XL)})
     assert budget.fits
     assert not budget.unknown
@@ -61,7 +61,7 @@ def test_glm_q2_fits_a_gb10_and_leaves_what_the_seed_saw() -> None:
     assert all(line.formula and line.source for line in budget.lines)
 
 
-def test_glm_iq3_leaves_nothing_on_a_gb10() -> None:
+def test_budget_glm_iq3_does_not_fit_a_gb10() -> None:
     budget = make_budget(GB10, GLM, {"model": glm(IQ3_XXS)})
     assert not budget.fits
     assert [c.verdict for c in budget.checks()] == ["failed"]
@@ -70,7 +70,7 @@ def test_glm_iq3_leaves_nothing_on_a_gb10() -> None:
     assert "UD-Q2_K_XL" in str(error.hint)
 
 
-def test_context_costs_what_the_layers_keep() -> None:
+def test_budget_cache_grows_with_context() -> None:
     million = Demand("llama.cpp", context=1_048_576, keys="q8_0", values="q8_0", mmap=False)
     small = make_budget(GB10, GLM, {"model": glm(Q2_K_XL)})
     large = make_budget(GB10, million, {"model": glm(Q2_K_XL)})
@@ -80,7 +80,7 @@ def test_context_costs_what_the_layers_keep() -> None:
     assert large.purses[0].left < small.purses[0].left - 5 * GIB
 
 
-def test_a_measured_figure_stands_in_for_what_no_header_gives() -> None:
+def test_budget_uses_measured_figures() -> None:
     seen = Measured(what="left", size=13 * GIB, of=int(121.7 * GIB), source="seed: free -g")
     sizes = Weight(Q2_K_XL, 30_000_000_000)
     budget = make_budget(GB10, Demand("llama.cpp", context=262_144), {"model": sizes},
@@ -113,23 +113,23 @@ AVAILABLE = RESERVED + 35.88
 """Before the engine took its share; 35.88 GiB is what vLLM then said was available."""
 
 
-def test_a_47_gb_shard_does_not_load_beside_the_reserved_share() -> None:
+def test_budget_47_gb_shard_does_not_load_beside_the_share() -> None:
     two = muse([47_000_000_000, CHECKPOINT - 47_000_000_000], AVAILABLE)
     assert not two.fits
     purse = two.purses[0]
-    assert purse.serving < purse.available - purse.reserve  # it is loading that fails
+    assert purse.serving < purse.available - purse.reserve  # only loading fails
     assert purse.loading > purse.available
     error = refusal(two)
     assert "loading" in error.what
     assert "reshard" in str(error.hint)
 
 
-def test_sixteen_small_shards_load() -> None:
+def test_budget_sixteen_small_shards_load() -> None:
     sixteen = muse([3_980_000_000] * 14 + [CHECKPOINT - 14 * 3_980_000_000], AVAILABLE)
     assert sixteen.fits
 
 
-def test_the_share_is_about_76_gib_with_10_of_cache() -> None:
+def test_budget_vllm_share_and_cache() -> None:
     budget = muse([3_980_000_000] * 15, AVAILABLE)
     lines = {line.item: line.bytes / GIB for line in budget.lines}
     assert lines["weights, all"] == pytest.approx(60.7, abs=0.01)
@@ -141,7 +141,7 @@ def test_the_share_is_about_76_gib_with_10_of_cache() -> None:
     assert share / GIB == pytest.approx(76, abs=1)
 
 
-def test_d06_a_share_above_what_is_free_is_refused() -> None:
+def test_budget_d06_vllm_share_above_free_memory() -> None:
     machine = Machine("kit", int(121.69 * GIB), int(101.9 * GIB), unified=True,
                       gpus=(Gpu(name="GB10"),))  # fmt: skip
     weights = {"model": Weight(20 * GIB, 4 * GIB)}
@@ -149,7 +149,7 @@ def test_d06_a_share_above_what_is_free_is_refused() -> None:
     assert make_budget(machine, Demand("vllm", share=0.70), weights).fits
 
 
-def test_d10_mapping_doubles_on_unified_memory() -> None:
+def test_budget_d10_mmap_doubles_on_unified_memory() -> None:
     machine = named_machine("unified:121GiB")
     weights = {"model": Weight(70 * GIB, 70 * GIB)}
     mapped = make_budget(machine, Demand("llama.cpp", context=4096), weights)
@@ -167,7 +167,7 @@ def facts(total: float, available: float) -> HostFacts:
     )  # fmt: skip
 
 
-def test_d01_no_figures_mean_unified_memory_and_memavailable() -> None:
+def test_machine_d01_no_gpu_figures_mean_unified_memory() -> None:
     machine = this_machine(facts(121.7, 110), (Gpu(name="NVIDIA GB10"),))
     assert machine.unified
     assert machine.pool is Pool.SYSTEM
@@ -175,14 +175,14 @@ def test_d01_no_figures_mean_unified_memory_and_memavailable() -> None:
     assert machine.bandwidth == 273e9
 
 
-def test_d02_odd_figures_on_a_gb10_are_not_believed() -> None:
+def test_machine_d02_ignores_figures_of_a_gb10() -> None:
     machine = this_machine(
         facts(121.7, 110), (Gpu(name="NVIDIA GB10", memory_total=10 * GIB, memory_free=9 * GIB),)
     )
     assert machine.unified
 
 
-def test_d03_page_cache_is_available(tmp_path: Path) -> None:
+def test_machine_d03_page_cache_is_available(tmp_path: Path) -> None:
     write(tmp_path / "meminfo", b"MemTotal: 125829120 kB\nMemFree: 7759462 kB\n"
           b"MemAvailable: 118000000 kB\nCached: 110000000 kB\n")  # fmt: skip
     write(tmp_path / "cpuinfo", b"")
@@ -199,7 +199,7 @@ def test_d03_page_cache_is_available(tmp_path: Path) -> None:
     assert not any("page cache that" in line.item for line in PROFILES["gb10"].lines())
 
 
-def test_discrete_memory_is_another_pool() -> None:
+def test_budget_discrete_gpu_is_another_pool() -> None:
     machine = named_machine("rtx4090")
     weights = {"model": Weight(20 * GIB, 20 * GIB)}
     budget = make_budget(machine, Demand("llama.cpp", context=2048), weights)
@@ -209,7 +209,7 @@ def test_discrete_memory_is_another_pool() -> None:
     assert make_budget(machine, half, {"model": Weight(40 * GIB, GIB)}).fits
 
 
-def test_layers_on_the_gpu_are_counted_by_their_tensors(tmp_path: Path) -> None:
+def test_weight_counts_offloaded_layers_by_tensor(tmp_path: Path) -> None:
     tensors = [f32("token_embd.weight", 100), f32("output.weight", 50),
                f32("output_norm.weight", 1), f32("blk.0.w", 10), f32("blk.1.w", 20)]  # fmt: skip
     path = write(tmp_path / "m.gguf", gguf_bytes(llama_metadata(), tensors))
@@ -218,7 +218,7 @@ def test_layers_on_the_gpu_are_counted_by_their_tensors(tmp_path: Path) -> None:
     assert weight.kept(None) == 400
 
 
-def test_what_the_cpu_may_repack_is_noted(tmp_path: Path) -> None:
+def test_budget_notes_types_that_the_cpu_repacks(tmp_path: Path) -> None:
     tensors = (Tensor("a", (32,), "Q4_0", 0, 1000), Tensor("b", (1,), "F32", 0, 24))
     file = CheckpointFile("m.gguf", 1024, tensors)
     weights = {"model": Weight.read(Checkpoint("gguf", (file,), glm_shape()))}
@@ -231,19 +231,19 @@ def test_what_the_cpu_may_repack_is_noted(tmp_path: Path) -> None:
     assert not any("repack" in x.formula for x in on_gpu.lines)
 
 
-def test_an_unread_header_is_unknown_and_not_passed() -> None:
+def test_budget_unread_header_is_unknown() -> None:
     budget = make_budget(GB10, Demand("llama.cpp", mmap=False), {"model": Weight(GIB, GIB)})
     assert budget.unknown
     assert [c.verdict for c in budget.checks()] == ["unknown"]
 
 
-def test_a_cache_type_that_is_unknown_is_unknown(tmp_path: Path) -> None:
+def test_budget_unknown_cache_type_is_unknown(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", gguf_bytes(llama_metadata(), [f32("a", 1)]))
     demand = Demand("llama.cpp", keys="q9_9", values="q9_9")
     assert make_budget(GB10, demand, {"model": Weight.read(read_path(path))}).unknown
 
 
-def test_the_largest_context_is_the_last_that_fits() -> None:
+def test_largest_context_is_the_last_that_fits() -> None:
     def at(context: int) -> Budget:
         demand = Demand("llama.cpp", context=context, mmap=False)
         return make_budget(named_machine("unified:110GiB"), demand, {"model": glm(95 * GIB)})
@@ -255,17 +255,17 @@ def test_the_largest_context_is_the_last_that_fits() -> None:
     assert largest_context(at, 4096) == 4096
 
 
-def test_an_impossible_model_has_no_context() -> None:
+def test_largest_context_of_a_too_large_model() -> None:
     def at(context: int) -> Budget:
         return make_budget(GB10, Demand("llama.cpp", context=context), {"model": glm(200 * GIB)})
 
     assert largest_context(at, 4096) is None
 
 
-@pytest.mark.parametrize("name", ["gb11", "gpu:", "cpu:many", "unified:12 parsecs", ""])
-def test_a_machine_that_is_not_known(name: str) -> None:
-    with pytest.raises(UsageError, match="--machine"):
-        named_machine(name)
+def test_machine_refuses_unknown_names() -> None:
+    for name in ("gb11", "gpu:", "cpu:many", "unified:12 parsecs", ""):
+        with pytest.raises(UsageError, match="--machine"):
+            named_machine(name)
 
 
 def recipe(command: str, **serve: object) -> Recipe:
@@ -324,7 +324,7 @@ def test_vllm_flags() -> None:
         ),
     ],
 )  # fmt: skip
-def test_the_real_server_allocates_what_is_computed(
+def test_budget_matches_the_real_server(
     llama_server: Path, smollm2: Path, tmp_path: Path, flags: list[str], demand: Demand
 ) -> None:
     log = tmp_path / "log"
@@ -355,7 +355,7 @@ def test_the_real_server_allocates_what_is_computed(
     assert buffers <= computed <= 2 * buffers
 
 
-def test_the_table_shows_every_line() -> None:
+def test_budget_table_shows_every_line() -> None:
     budget = make_budget(GB10, GLM, {"model": glm(Q2_K_XL)})
     text = table(budget)
     assert all(line.item in text for line in budget.lines)

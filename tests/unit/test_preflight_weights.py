@@ -1,4 +1,4 @@
-"""Faults of the corpus that a header shows: each line's id stands beside its test."""
+"""Problems of the corpus that a header shows; test names hold their ids."""
 
 from __future__ import annotations
 
