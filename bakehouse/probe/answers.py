@@ -1,8 +1,8 @@
 """Is an answer right?
 
-An answer counts wherever it stands in the reply, so that a model which thinks out loud passes. So
-that a server which is wrong cannot pass, these do not count: the question's own words; one text
-for all questions; a text that loops; a list of candidates; a text that answers everything at once.
+An answer counts wherever it is in the reply, so that a model which thinks out loud passes. So that
+a server which is wrong cannot pass, these do not count: the question's own words; one text for all
+questions; a text that loops; a list of candidates; a text that answers everything at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bakehouse.models import Check, Verdict, check
-from bakehouse.probe.client import Completion, split_thoughts
+from bakehouse.probe.client import JsonResponse, split_thoughts
 from bakehouse.probe.text_quality import (
     asserted,
     find_defects,
@@ -80,108 +80,114 @@ def must_pass(facts: Facts) -> int:
 
 
 AnswerVerdict = Literal["right", "wrong", "never started", "unanswered"]
+THINK_LESS = "set probe.request.reasoning_effort: low, or raise probe.request.max_tokens"
+"""Hint for a model that never comes to an answer."""
 
 FIRST_SENTENCE = re.compile(r"\s*\S.*?(?:[.!?。！？](?=\s|$)|\n|\Z)", re.DOTALL)  # noqa: RUF001
-"""What of a plain completion is judged: a model goes on writing whatever comes to its mind."""
+"""The part of a plain completion that is graded: a model continues with whatever it likes."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a reply came to; `why` says what was found, where `found_in` says."""
+    """Grade of one reply; `why` says what was found, `found_in` where."""
 
     verdict: AnswerVerdict
     why: str
     found_in: Literal["content", "reasoning"] | None = None
 
 
-def judge(
-    question: Question, said: Completion, others: Sequence[Question] = (), *, asked_tokens: int = 0
+def grade_answer(
+    question: Question,
+    reply: JsonResponse,
+    others: Sequence[Question] = (),
+    *,
+    asked_tokens: int = 0,
 ) -> Judgement:
-    """Judge one reply.
+    """Grade one reply.
 
     `others` are the suite's other questions, `asked_tokens` the budget that the request gave.
     """
-    if said.problem is not None:
-        return Judgement("unanswered", said.problem)
-    answer, raw_thoughts = split_thoughts(said.content)
+    if reply.problem is not None:
+        return Judgement("unanswered", reply.problem)
+    answer, raw_thoughts = split_thoughts(reply.content)
     if question.mode == "completion":
         found = FIRST_SENTENCE.match(answer)
         answer = found[0] if found else ""
-    thoughts = "\n".join(filter(None, (said.reasoning, raw_thoughts)))
-    unfinished = never_started(said, answer, asked_tokens)
-    if not (unfinished and not said.content.strip()):
-        judged = _look_in(question, answer, thoughts, others)
-        if judged.verdict == "right" or not unfinished:
-            return judged
+    thoughts = "\n".join(filter(None, (reply.reasoning, raw_thoughts)))
+    # Raw thinking that came as content is not an answer; if it holds one all the same, it counts.
+    unfinished = not answer.strip() and out_of_tokens(reply, asked_tokens)
+    if not unfinished or reply.content.strip():
+        grade = _find_in_places(question, answer, thoughts, others)
+        if grade.verdict == "right" or not unfinished:
+            return grade
     spent = f" after {len(thoughts)} characters of reasoning" if thoughts else ""
     return Judgement("never started", f"the budget ended{spent} before any answer")
 
 
-def _look_in(
+def record_answer(
+    question: str, reply: JsonResponse, grade: Judgement, wanted: Sequence[str], *,
+    mode: str = "chat", retried: bool = False, content: str | None = None,
+) -> Answer:  # fmt: skip
+    """Make the record of one answer; `content` replaces that of the reply."""
+    return Answer(
+        question=question, mode=mode, wanted=tuple(wanted),
+        content=reply.content if content is None else content, reasoning=reply.reasoning,
+        finish_reason=reply.finish_reason, verdict=grade.verdict, why=grade.why,
+        found_in=grade.found_in, tokens=reply.tokens, seconds=round(reply.seconds, 3),
+        retried=retried, http_status=reply.http_status,
+    )  # fmt: skip
+
+
+def out_of_tokens(reply: JsonResponse, asked_tokens: int) -> bool:
+    """Whether a reply ended because its budget was used up."""
+    spent = reply.tokens is not None and 0 < asked_tokens <= reply.tokens
+    return reply.finish_reason == "length" or (reply.finish_reason is None and spent)
+
+
+def _find_in_places(
     question: Question, answer: str, thoughts: str, others: Sequence[Question]
 ) -> Judgement:
-    """Look for a known answer in what was said, then in what was thought."""
+    """Look for a known answer in the content, then in the reasoning."""
     if not answer.strip() and not thoughts.strip():
         return Judgement("wrong", "the reply is empty")
     if loops(normal(answer)):
         return Judgement("wrong", "the content repeats one piece of text over and over")
     reasons: list[str] = []
     places: tuple[tuple[Literal["content", "reasoning"], str], ...] = (
-        ("content", answer),
-        ("reasoning", thoughts),
-    )
+        ("content", answer), ("reasoning", thoughts),
+    )  # fmt: skip
     for place, text in places:
         matched, why_not = find_answer(question, text, others)
-        if matched:
+        if matched and not why_not:
             return Judgement("right", f"'{matched}' in the {place}", place)
-        if why_not:
-            reasons.append(f"the {place} {why_not}")
+        if matched:
+            reasons.append(f"the {place} holds '{matched}', but {why_not}")
     return Judgement("wrong", "; ".join(reasons) or f"no '{question.answers[0]}' in it")
-
-
-def never_started(said: Completion, answer: str, asked_tokens: int) -> bool:
-    """Whether the budget was used up before a first word of the answer.
-
-    Raw thinking that came as content is no answer; if it holds one all the same, it counts.
-    """
-    if answer.strip():
-        return False
-    spent = said.tokens is not None and 0 < asked_tokens <= said.tokens
-    return said.finish_reason == "length" or (said.finish_reason is None and spent)
 
 
 def find_answer(
     question: Question, text: str, others: Sequence[Question] = ()
 ) -> tuple[str | None, str | None]:
-    """Give the known answer that a text holds; or None, and what speaks against the text."""
-    said = without_echo(normal(text), normal(question.ask))
-    matched = _answer_in(asserted(said), question)
+    """Give the known answer that a text holds, and what speaks against the text."""
+    asked = normal(question.ask)
+    said = without_echo(normal(text), asked)
+    claims = asserted(said)
+    matched = next((a for a in question.answers if holds(claims, normal(a))), None)
     if matched is None:
         return None, None
     if loops(normal(text)):
-        return None, f"holds '{matched}', but repeats one piece of text over and over"
+        return matched, "repeats one piece of text over and over"
     if lists(text):
-        return None, f"holds '{matched}', but only as one of a list of candidates"
-    elsewhere = [o for o in others if _answered_too(said, question, o)]
-    if len(others) >= 2 and len(elsewhere) >= min(3, len(others)):
-        return None, (
-            f"holds '{matched}', but answers {len(elsewhere)} other questions as well: "
-            "a text for everything"
-        )
+        return matched, "only as one of a list of candidates"
+    # Answers to other questions, which are no answer to this one and are not named in it.
+    elsewhere = sum(
+        any(holds(said, normal(a)) and not holds(asked, normal(a)) for a in other.answers)
+        for other in others
+        if disjoint(question, other)
+    )
+    if len(others) >= 2 and elsewhere >= min(3, len(others)):
+        return matched, f"answers {elsewhere} other questions as well: a text for everything"
     return matched, None
-
-
-def _answer_in(said: str, question: Question) -> str | None:
-    return next((a for a in question.answers if holds(said, normal(a))), None)
-
-
-def _answered_too(said: str, question: Question, other: Question) -> bool:
-    """Whether a reply answers another question, whose answers this one neither has nor names."""
-    if not disjoint(question, other):
-        return False
-    asked = normal(question.ask)
-    answers = [normal(a) for a in other.answers]
-    return any(holds(said, a) and not holds(asked, a) for a in answers)
 
 
 def disjoint(one: Question, other: Question) -> bool:
@@ -189,61 +195,51 @@ def disjoint(one: Question, other: Question) -> bool:
     return not {normal(a) for a in one.answers} & {normal(a) for a in other.answers}
 
 
-def gate(
+ILL_FORMED = frozenset({"control-token", "broken-characters", "mixed-scripts"})
+"""Defects that do not belong in any answer, however short; several are a fault of the server."""
+
+
+def check_answers(
     suite: str, questions: Sequence[Question], answers: Sequence[Answer], must_pass: int
 ) -> tuple[Check, ...]:
-    """Judge a suite by its answers, which are in the order of the questions.
+    """Check a suite by its answers, which are in the order of the questions.
 
-    Enough must be right. Where too few are right but unanswered ones might have been, the verdict
-    is unknown. And different questions must not have been given one and the same text.
+    Enough must be right. If too few are right but unanswered ones might have been, the verdict is
+    unknown. Different questions must not have got one and the same text, and not several answers
+    may hold characters that belong to no answer.
     """
     right = sum(a.verdict == "right" for a in answers)
-    open_ = sum(a.verdict in ("never started", "unanswered") for a in answers)
-    undecided = right < must_pass <= right + open_
-    enough = check(
-        f"probe.{suite}",
-        f"at least {must_pass} of {len(questions)} right",
-        tally(answers),
-        evidence(answers, right >= must_pass),
-        ok=None if undecided else right >= must_pass,
-    )
-    same = _same_text(questions, answers)
-    if len(questions) < 2:
-        return (enough,)
-    form = _form(suite, answers)
-    heard = sum(a.verdict in ("right", "wrong") for a in answers)
-    different = check(
-        f"probe.{suite}.distinct",
-        "different answers to different questions",
-        f"the same text for {len(same)} questions" if same else f"{heard} answers compared",
-        _quote(same[0]) if same else evidence(answers, True),
-        ok=False if same else (True if heard >= 2 else None),
-    )
-    return (enough, different, *form)
-
-
-ILL_FORMED = frozenset({"control-token", "broken-characters", "mixed-scripts"})
-"""What no answer shows, however short it is; one may, several are a fault of the server."""
-
-
-def _form(suite: str, answers: Sequence[Answer]) -> tuple[Check, ...]:
-    """Judge what stands around the answers; a check only where there is something to say."""
-    found = [
-        (answer, flaw.what)
-        for answer in answers
-        for flaw in find_defects(split_thoughts(answer.content)[0])
-        if flaw.id in ILL_FORMED
-    ]
-    ill = {id(answer) for answer, _ in found}
-    if len(ill) < 2:
-        return ()
-    first, what = found[0]
-    return (
+    graded = sum(a.verdict in ("right", "wrong") for a in answers)
+    undecided = right < must_pass <= right + len(answers) - graded
+    checks = [
         check(
-            f"probe.{suite}.form", "answers and nothing that belongs to no answer",
-            f"{len(ill)} answers are ill formed: {what}", _quote(first), ok=False,
-        ),
-    )  # fmt: skip
+            f"probe.{suite}", f"at least {must_pass} of {len(questions)} right", tally(answers),
+            evidence(answers, right >= must_pass),
+            ok=None if undecided else right >= must_pass,
+        )
+    ]  # fmt: skip
+    if len(questions) < 2:
+        return tuple(checks)
+    same = _same_text(questions, answers)
+    checks.append(check(
+        f"probe.{suite}.distinct", "different answers to different questions",
+        f"the same text for {len(same)} questions" if same else f"{graded} answers compared",
+        _quote(same[0]) if same else evidence(answers, True),
+        ok=False if same else (True if graded >= 2 else None),
+    ))  # fmt: skip
+    defects = {
+        n: (answer, flaw.what)
+        for n, answer in enumerate(answers)
+        for flaw in find_defects(split_thoughts(answer.content)[0])[::-1]
+        if flaw.id in ILL_FORMED
+    }
+    if len(defects) >= 2:
+        first, what = next(iter(defects.values()))
+        checks.append(check(
+            f"probe.{suite}.form", "answers without anything that does not belong in one",
+            f"{len(defects)} answers are ill formed: {what}", _quote(first), ok=False,
+        ))  # fmt: skip
+    return tuple(checks)
 
 
 def _same_text(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Answer]:

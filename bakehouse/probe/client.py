@@ -1,6 +1,7 @@
 """Client of an OpenAI-compatible server.
 
-Every suite asks through a `Talk`, which counts what was asked. Safe to use from several threads.
+Every suite sends its requests through a `Talk`, which counts them. Safe to use from several
+threads.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -20,49 +21,179 @@ from bakehouse.system.clock import Clock
 from bakehouse.system.http import Http, Reply, Unreachable
 from bakehouse.util.retry import Retry, TransientError, retry_after
 
-_LINES = re.compile(r"\r\n|\n|\r")
-"""What ends a line of a stream; JSON may hold other characters that end lines elsewhere."""
-_DONE = "[DONE]"
-_TOLD = ("content", "reasoning_content", "reasoning", "refusal")
-"""What the deltas of a chat may hold of its message."""
+BUSY = frozenset({408, 425, 429, 502, 503, 504})
+"""HTTP statuses after which the same request may succeed a little later."""
+
+
+@dataclass(frozen=True)
+class JsonResponse:
+    """A server's reply to one request, or why it is of no use.
+
+    `problem` is None if the request succeeded. `lost` marks problems of the connection or of an
+    overloaded server, which another request would most likely meet as well; `broken` a connection
+    that was made and then lost. The text of a completion (see `said_of`) is kept as it came.
+    """
+
+    data: Any = None
+    """The JSON document."""
+    seconds: float = 0.0
+    http_status: int | None = None
+    problem: str | None = None
+    lost: bool = False
+    broken: bool = False
+    content: str = ""
+    reasoning: str = ""
+    finish_reason: str | None = None
+    tokens: int | None = None
+    """Tokens of the completion, if the server counts them."""
+
+    def find(self, *path: str | int) -> Any:
+        """Follow keys and positions into the document; None if one is missing."""
+        return find_in(self.data, *path)
+
+
+def find_in(data: Any, *path: str | int) -> Any:
+    """Follow keys and positions into JSON; None if one is missing."""
+    for key in path:
+        if isinstance(key, str):
+            data = data.get(key) if isinstance(data, dict) else None
+        else:
+            data = data[key] if isinstance(data, list) and len(data) > key else None
+    return data
+
+
+def count_of(value: Any) -> int | None:
+    """Read a whole number from 0 up; None for anything else."""
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return value if good else None
+
+
+def read_json(reply: Reply) -> JsonResponse:
+    """Read any reply that should be JSON. An error inside HTTP 200 is a problem as well."""
+    data = None
+    problem = None
+    try:
+        data = _parse(reply)
+        if reply.status != 200:
+            problem = message_of(data) or "no message"
+        elif isinstance(data, dict) and data.get("error"):
+            problem = f"HTTP 200 with an error inside: {message_of(data)}"
+    except _Bad as bad:
+        problem = str(bad)
+    if problem and reply.status != 200:
+        problem = f"HTTP {reply.status}: {problem}"
+    lost = problem is not None and reply.status in BUSY
+    return JsonResponse(data, reply.seconds, reply.status, problem, lost)
+
+
+def said_of(reply: JsonResponse, mode: Literal["chat", "completion"]) -> JsonResponse:
+    """Fill in the text, finish reason and tokens of a completion, or the problem with it."""
+    if reply.problem is not None:
+        return reply
+    choice = reply.find("choices", 0)
+    message = find_in(choice, "message")
+    if not isinstance(reply.data, dict):
+        found = _short(json.dumps(reply.data))
+        return replace(reply, problem=f"the reply is JSON, but not an object: {found}")
+    if not isinstance(choice, dict):
+        return replace(reply, problem="the reply has no choices")
+    if mode == "completion":
+        content, reasoning = _text_of(choice.get("text")), ""
+    elif isinstance(message, dict):
+        content, reasoning = _of_message(message)
+    else:
+        return replace(reply, problem="the choice in the reply has no message")
+    finish = choice.get("finish_reason")
+    return replace(
+        reply, content=content, reasoning=reasoning,
+        finish_reason=finish if isinstance(finish, str) else None,
+        tokens=count_of(reply.find("usage", "completion_tokens")),
+    )  # fmt: skip
+
+
+class _Bad(Exception):
+    """A body that holds no JSON document; says why."""
+
+
+def _parse(reply: Reply) -> Any:
+    """Parse the body."""
+    start = reply.body.lstrip()[:200].lower()
+    if reply.status in range(300, 400):
+        to = next((v for k, v in reply.headers.items() if k.lower() == "location"), "nowhere")
+        raise _Bad(f"a redirect to {_short(to)}, which a probe does not follow")
+    if not start:
+        raise _Bad("the reply is empty")
+    if start.startswith((b"<!doctype", b"<html", b"<head", b"<?xml", b"<!--")):
+        title = re.search(r"<title[^>]*>([^<]{1,200})", reply.text[:5000], re.IGNORECASE)
+        raise _Bad(f"HTML instead of JSON: {_short(title[1] if title else reply.text)}")
+    if start.startswith((b"data:", b"event:", b": ")):
+        try:
+            return document_of(reply.body.decode())
+        except Unended as error:
+            raise _Bad(f"a stream of events instead of one JSON document: {error}") from None
+        except (ValueError, RecursionError):
+            raise _Bad("a stream of events instead of one JSON document") from None
+    try:
+        text = reply.body.decode("utf-8-sig")
+        return json.loads(text)
+    except UnicodeDecodeError as error:
+        raise _Bad(f"the reply is not UTF-8 (byte {error.start})") from None
+    except RecursionError:
+        raise _Bad("the reply is JSON that is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        ran_out = error.pos >= len(error.doc.rstrip()) - 1
+        half = ran_out or error.msg.startswith("Unterminated string")
+        how = "cut off" if half else "malformed"
+        raise _Bad(f"the reply is {how} JSON: {_short(text)}") from None
+    except ValueError as error:
+        raise _Bad(f"the reply is JSON that cannot be read: {error}") from None
 
 
 class Unended(ValueError):
-    """A stream that does not come to its end."""
+    """A stream that stops before its end."""
+
+
+_LINES = re.compile(r"\r\n|\n|\r")
+"""Line ends of a stream of events; JSON may hold other characters that end lines elsewhere."""
+_DELTAS = ("content", "reasoning_content", "reasoning", "refusal")
+"""Parts of a message that the deltas of a chat may hold."""
 
 
 def document_of(stream: str) -> dict[str, Any]:
-    """Put the events of a completion together. ValueError where they are none, or have no end.
+    """Join the server-sent events of a completion, for servers that always stream.
 
-    Gives what the same request would have been answered with as one document: the first choice's
-    message, text and finish reason, and what the last events say besides (usage, timings).
+    Returns the document that the same request would get without streaming: the first choice's
+    message, text and finish reason, and what the last events add (usage, timings). Raises
+    ValueError if these are no such events, Unended if they stop early.
     """
     message: dict[str, str] = {}
     text: list[str] = []
     whole: dict[str, Any] = {}
     finish: str | None = None
-    heard = ended = False
-    for data in _payloads(stream):
-        if data == _DONE:
+    any_choice = ended = False
+    for line in _LINES.split(stream):
+        if not line.startswith("data:"):
+            continue
+        if (data := line[5:].strip()) == "[DONE]":
             ended = True
             break
         event = json.loads(data)
         if not isinstance(event, dict):
-            raise ValueError("an event that is no object")
+            raise ValueError("an event that is not an object")
         if event.get("error"):
             return event
         whole |= {k: v for k, v in event.items() if k != "choices" and v is not None}
-        if (choice := _first(event)) is None:
+        if not isinstance(choice := find_in(event, "choices", 0), dict):
             continue
-        heard = True
-        delta: Any = choice.get("delta", choice.get("message"))
-        for name in _TOLD if isinstance(delta, dict) else ():
-            if isinstance(delta.get(name), str):
-                message[name] = message.get(name, "") + delta[name]
+        any_choice = True
+        delta = choice.get("delta", choice.get("message"))
+        for name in _DELTAS:
+            if isinstance(piece := find_in(delta, name), str):
+                message[name] = message.get(name, "") + piece
         if isinstance(piece := choice.get("text"), str):
             text.append(piece)
         finish = choice.get("finish_reason") or finish
-    if not heard:
+    if not any_choice:
         raise ValueError("no event holds a choice")
     if not ended and finish is None:
         raise Unended("the stream stops before its end")
@@ -70,167 +201,14 @@ def document_of(stream: str) -> dict[str, Any]:
     return {**whole, "choices": [choice]}
 
 
-def _payloads(stream: str) -> Iterator[str]:
-    for line in _LINES.split(stream):
-        if line.startswith("data:"):
-            yield line[5:].strip()
-
-
-def _first(event: dict[str, Any]) -> dict[str, Any] | None:
-    choices = event.get("choices")
-    first = choices[0] if isinstance(choices, list) and choices else None
-    return first if isinstance(first, dict) else None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What a server said to one question, or why it said nothing that can be read.
-
-    `content` and `reasoning` are as they came; `problem` is None where there is an answer.
-    `lost` marks problems of the connection or of an overloaded server, which another question
-    would most likely meet as well; `broken` a connection that was made and then lost.
-    """
-
-    content: str = ""
-    reasoning: str = ""
-    finish_reason: str | None = None
-    tokens: int | None = None
-    seconds: float = 0.0
-    http_status: int | None = None
-    problem: str | None = None
-    lost: bool = False
-    broken: bool = False
-
-
-BUSY = frozenset({408, 425, 429, 502, 503, 504})
-"""Statuses after which the same request may succeed a little later."""
-
-
-@dataclass(frozen=True)
-class JsonResponse:
-    """A server's JSON document, or why there is none that can be read.
-
-    `problem` is None where `data` is the document of a request that succeeded; `lost` and `broken`
-    are those of `Said`.
-    """
-
-    data: Any = None
-    seconds: float = 0.0
-    http_status: int | None = None
-    problem: str | None = None
-    lost: bool = False
-    broken: bool = False
-
-
-def read_json(reply: Reply) -> JsonResponse:
-    """Read any reply that should be JSON. An error inside HTTP 200 is a problem as well."""
-    data = None
-    try:
-        data = _parse(reply)
-        if reply.status != 200:
-            raise _Bad(message_of(data) or "no message")
-        if isinstance(data, dict) and data.get("error"):
-            raise _Bad(f"HTTP 200 with an error inside: {message_of(data)}")
-    except _Bad as bad:
-        status = "" if reply.status == 200 else f"HTTP {reply.status}: "
-        lost = reply.status in BUSY
-        return JsonResponse(data, reply.seconds, reply.status, f"{status}{bad}", lost)
-    return JsonResponse(data, reply.seconds, reply.status)
-
-
-def said_of(told: JsonResponse, mode: Literal["chat", "completion"]) -> Completion:
-    """Read what a server said out of a document of the completions APIs."""
-    said = Completion(
-        seconds=told.seconds, http_status=told.http_status, problem=told.problem, lost=told.lost,
-        broken=told.broken,
-    )  # fmt: skip
-    if told.problem is not None:
-        return said
-    try:
-        content, reasoning, finish = _read(told.data, mode)
-    except _Bad as bad:
-        return replace(said, problem=str(bad))
-    return replace(
-        said, content=content, reasoning=reasoning, finish_reason=finish, tokens=_tokens(told.data)
-    )
-
-
-class _Bad(Exception):
-    """A reply in which there is no answer; says why."""
-
-
-def _read(data: Any, mode: Literal["chat", "completion"]) -> tuple[str, str, str | None]:
-    """Content, reasoning and finish reason of an answer's document."""
-    if not isinstance(data, dict):
-        raise _Bad(f"the answer is JSON, but not an object: {_short(json.dumps(data))}")
-    choices = data.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    if not isinstance(choice, dict):
-        raise _Bad("the answer holds no choices")
-    finish = choice.get("finish_reason")
-    finish = finish if isinstance(finish, str) else None
-    if mode == "completion":
-        return _text_of(choice.get("text")), "", finish
-    message = choice.get("message")
-    if not isinstance(message, dict):
-        raise _Bad("the answer's choice holds no message")
-    return *_of_message(message), finish
-
-
-def _parse(reply: Reply) -> Any:
-    """Parse the body."""
-    start = reply.body.lstrip()[:200].lower()
-    if reply.status in range(300, 400):
-        raise _Bad(f"a redirect to {_short(_location(reply))}, which no question follows")
-    if not start:
-        raise _Bad("the answer is empty")
-    if start.startswith((b"<!doctype", b"<html", b"<head", b"<?xml", b"<!--")):
-        raise _Bad(f"HTML in place of JSON: {_short(_title(reply.text))}")
-    if start.startswith((b"data:", b"event:", b": ")):
-        return _of_stream(reply)
-    try:
-        text = reply.body.decode("utf-8-sig")
-        return json.loads(text)
-    except UnicodeDecodeError as error:
-        raise _Bad(f"the answer is not UTF-8 (byte {error.start})") from None
-    except RecursionError:
-        raise _Bad("the answer is JSON nested without end") from None
-    except json.JSONDecodeError as error:
-        how = "cut off" if _at_end(error) else "malformed"
-        raise _Bad(f"the answer is {how} JSON: {_short(text)}") from None
-    except ValueError as error:
-        raise _Bad(f"the answer is JSON that cannot be read: {error}") from None
-
-
-def _of_stream(reply: Reply) -> Any:
-    """Read the events of a server that streams although it was asked not to."""
-    try:
-        return document_of(reply.body.decode())
-    except Unended as error:
-        raise _Bad(f"a stream of events: {error}") from None
-    except (ValueError, RecursionError):
-        raise _Bad("a stream of events where one JSON document was asked for") from None
-
-
-def _location(reply: Reply) -> str:
-    return next((v for k, v in reply.headers.items() if k.lower() == "location"), "nowhere")
-
-
-def _at_end(error: json.JSONDecodeError) -> bool:
-    """Whether the parser ran out of text, as in half a document."""
-    return error.pos >= len(error.doc.rstrip()) - 1 or error.msg.startswith("Unterminated string")
-
-
 def message_of(data: Any) -> str:
-    """Give the message of an error document, in whichever of the usual places it stands."""
+    """Give the message of an error document, whichever of the usual keys holds it."""
     if not isinstance(data, dict):
         return ""
     error = data.get("error", data)
     if isinstance(error, dict):
-        found = error.get("message") or error.get("detail") or error.get("msg") or error
-    else:
-        found = error
-    return _short(found if isinstance(found, str) else json.dumps(found, default=str))
+        error = error.get("message") or error.get("detail") or error.get("msg") or error
+    return _short(error if isinstance(error, str) else json.dumps(error, default=str))
 
 
 def _of_message(message: dict[str, Any]) -> tuple[str, str]:
@@ -262,17 +240,6 @@ def _text_of(value: Any, depth: int = 0) -> str:
     return ""
 
 
-def _tokens(data: dict[str, Any]) -> int | None:
-    usage = data.get("usage")
-    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    return count if isinstance(count, int) and not isinstance(count, bool) else None
-
-
-def _title(html: str) -> str:
-    found = re.search(r"<title[^>]*>([^<]{1,200})", html[:5000], re.IGNORECASE)
-    return found[1] if found else html
-
-
 def _short(text: str) -> str:
     flat = " ".join(text[:1000].split())
     return flat if len(flat) <= 160 else f"{flat[:157]}..."
@@ -291,10 +258,10 @@ _CLOSE_OPENED = re.compile(
 
 
 def split_thoughts(content: str) -> tuple[str, str]:
-    """Part raw thinking from the answer where both came as content: (answer, thinking).
+    """Split content that holds raw thinking into (answer, thinking).
 
-    Knows `<think>…</think>` and its kin, also with only the closing mark (a template that opens the
-    thought itself) or only the opening one (cut off while thinking), and `to=self`.
+    Knows `<think>…</think>` and the like, also with only the closing mark (a template that opens
+    the thought itself) or only the opening one (cut off while thinking), and `to=self`.
     """
     opened = _OPEN.search(content)
     closed = list((_CLOSE_OPENED if opened else _CLOSE).finditer(content))
@@ -305,6 +272,58 @@ def split_thoughts(content: str) -> tuple[str, str]:
     if opened:
         return before, content[opened.start() :]
     return content, ""
+
+
+LARGER = 8
+AT_LEAST = 2048
+"""A budget that was too small is multiplied, and is at least this many tokens the second time."""
+PROMPT = 256
+"""Tokens of a known context that are left for the prompt."""
+SENTENCE = 32
+"""Tokens of a plain completion: only its first sentence is graded."""
+
+
+def first_budget(question: Question, request: Request) -> int:
+    """Tokens that a question gets the first time."""
+    whole = request.max_tokens
+    return min(whole, SENTENCE) if question.mode == "completion" else whole
+
+
+def larger_budget(max_tokens: int, context: int | None) -> int | None:
+    """Tokens of the second try; None if the context has no more room."""
+    budget = max(LARGER * max_tokens, AT_LEAST)
+    if context is not None:
+        budget = min(budget, context - PROMPT)
+    return budget if budget > max_tokens else None
+
+
+@dataclass(frozen=True)
+class Served:
+    """Models that a server lists, and its engine if it names one."""
+
+    models: tuple[str, ...]
+    engine: str | None
+
+
+_OWNERS = {"llamacpp": "llama.cpp", "vllm": "vllm"}
+"""`owned_by` of a model, for each engine."""
+
+
+def served(http: Http, endpoint: Endpoint, *, timeout: float = 10.0) -> Served:
+    """Read `/v1/models`. Raises Unreachable, also for a reply of no use."""
+    url = endpoint.url.rstrip("/") + "/v1/models"
+    reply = http.ask("GET", url, headers=endpoint.headers, timeout=timeout, max_bytes=2**20)
+    try:
+        data = reply.json()
+    except (ValueError, RecursionError):
+        data = None
+    if reply.status != 200:
+        raise Unreachable(f"HTTP {reply.status} {message_of(data)}".strip())
+    if not isinstance(rows := find_in(data, "data"), list):
+        raise Unreachable("the reply of /v1/models is not a list of models")
+    named = [r for r in rows if isinstance(r, dict) and r.get("id")]
+    owners = (_OWNERS.get(str(r.get("owned_by"))) for r in named)
+    return Served(tuple(str(r["id"]) for r in named), next(filter(None, owners), None))
 
 
 class ProbeContext(Protocol):
@@ -320,7 +339,7 @@ class ProbeContext(Protocol):
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """How long a server may take. Seconds, unless said otherwise.
+    """How long a server may take. Seconds, unless a field says otherwise.
 
     One request gets `base` plus `per_token` for each token that it may produce, never more than
     `most`: enough for 4 tokens a second after kernels were compiled with the first request.
@@ -330,42 +349,42 @@ class RequestLimits:
     per_token: float = 0.3
     most: float = 900.0
     attempts: int = 4
-    """Requests in all where the server is busy (429, 503) or the connection broke."""
+    """Requests in all if the server is busy (429, 503) or the connection broke."""
     longest_wait: float = 5.0
-    """Between two of them, whatever Retry-After says."""
+    """Between two attempts, whatever Retry-After asks for."""
     max_bytes: int = 2**20
     """Of one reply."""
-
-    def timeout(self, tokens: int) -> float:
-        """Seconds for one request."""
-        return min(self.base + self.per_token * tokens, self.most)
 
 
 DEFAULT_LIMITS = RequestLimits()
 TEXT_S = 10.0
+"""Timeout of a document that is not JSON."""
 
 _BROKEN = ("connection", "the answer was cut off")
-"""How the HTTP port's reasons begin where a connection was made and then lost."""
+"""How the HTTP port's reasons begin if a connection was made and then lost."""
+_PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 
 
 class Client:
-    """Asks one server."""
+    """Sends requests to one server. Never raises for what the server does."""
 
     def __init__(
         self, ctx: ProbeContext, endpoint: Endpoint, patience: RequestLimits = DEFAULT_LIMITS
     ) -> None:
         self.progress = ctx.progress
         self.endpoint = endpoint
+        self.model = endpoint.model or "default"
         self._http = ctx.http
         self._clock = ctx.clock
         self._patience = patience
+        self._limit_name = "max_tokens"
         self._lock = threading.Lock()
         self._cost = Cost()
         self._began = ctx.clock.monotonic()
 
     @property
     def cost(self) -> Cost:
-        """What was asked so far, and the seconds since this talk began."""
+        """Requests and tokens so far, and the seconds since this client was made."""
         with self._lock:
             seconds = round(self._clock.monotonic() - self._began, 3)
             return self._cost.model_copy(update={"seconds": seconds})
@@ -375,71 +394,101 @@ class Client:
         """Whether all requests together took as long as a single one may take at most."""
         return self.cost.seconds > self._patience.most
 
+    def ask(
+        self, question: Question, request: Request, max_tokens: int | None = None, **more: Any
+    ) -> JsonResponse:
+        """Ask a question once, as a chat or as a text to continue.
+
+        `max_tokens` is by default the budget of a first try; `more` are further fields.
+        """
+        budget = max_tokens or first_budget(question, request)
+        if question.mode == "completion":
+            return self._complete("completion", {"prompt": question.ask, **more}, request, budget)
+        return self.chat([{"role": "user", "content": question.ask}], request, budget, **more)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], request: Request, max_tokens: int, **more: Any
+    ) -> JsonResponse:
+        """Send a chat once; `more` are further fields, which override those of `request`."""
+        body: dict[str, Any] = {"messages": list(messages), **more}
+        if request.reasoning_effort:
+            body["reasoning_effort"] = request.reasoning_effort
+        return self._complete("chat", body, request, max_tokens)
+
+    def _complete(
+        self, mode: Literal["chat", "completion"], what: dict[str, Any], request: Request,
+        max_tokens: int,
+    ) -> JsonResponse:  # fmt: skip
+        body = {"model": self.model, "temperature": request.temperature, "stream": False, **what}
+        limit = self._limit_name
+        reply = self.post(_PATHS[mode], {**body, limit: max_tokens}, tokens=max_tokens)
+        newer = "max_completion_tokens"  # the only name that some servers accept
+        if reply.http_status == 400 and limit != newer and newer in (reply.problem or ""):
+            self._limit_name = newer
+            reply = self.post(_PATHS[mode], {**body, newer: max_tokens}, tokens=max_tokens)
+        return said_of(reply, mode)
+
     def get(self, path: str) -> JsonResponse:
-        """Ask for a document; see `post`."""
-        return self._patiently("GET", path, None, 0)
+        """Get a JSON document; see `post`."""
+        return self._send("GET", path, None, 0)
+
+    def post(self, path: str, body: Mapping[str, Any], *, tokens: int = 0) -> JsonResponse:
+        """Send a JSON document; busy servers and broken connections are tried again.
+
+        `tokens` is how many may be read or produced: it sets the timeout.
+        """
+        return self._send("POST", path, dict(body), tokens)
 
     def text(self, path: str) -> str | None:
-        """Ask once for a document that is no JSON; None where there is none to be had."""
-        url = self.endpoint.url.rstrip("/") + path
+        """Get a document that is not JSON, without another attempt; None if there is none."""
         try:
             reply = self._http.ask(
-                "GET", url, headers=self.endpoint.headers, timeout=TEXT_S,
-                max_bytes=self._patience.max_bytes,
+                "GET", self.endpoint.url.rstrip("/") + path, headers=self.endpoint.headers,
+                timeout=TEXT_S, max_bytes=self._patience.max_bytes,
             )  # fmt: skip
         except Unreachable:
             return None
         return reply.text if reply.status == 200 else None
 
-    def post(self, path: str, body: Mapping[str, Any], *, tokens: int = 0) -> JsonResponse:
-        """Send a document; busy servers and broken connections are tried again, within bounds.
+    def _send(self, method: str, path: str, body: Any, tokens: int) -> JsonResponse:
+        limits = self._patience
 
-        `tokens` is how many may be read or produced: it gives the time. Never raises for what a
-        server does.
-        """
-        return self._patiently("POST", path, dict(body), tokens)
-
-    def _patiently(self, method: str, path: str, body: Any, tokens: int) -> JsonResponse:
         def once() -> JsonResponse:
-            told, after = self._once(method, path, body, tokens)
-            if _worth_another_try(told):
-                after = None if after is None else min(after, self._patience.longest_wait)
+            began = self._clock.monotonic()
+            after = None
+            try:
+                reply = self._http.ask(
+                    method, self.endpoint.url.rstrip("/") + path, json=body,
+                    headers=self.endpoint.headers, max_bytes=limits.max_bytes,
+                    timeout=min(limits.base + limits.per_token * tokens, limits.most),
+                )  # fmt: skip
+                told = read_json(reply)
+                after = retry_after(reply.headers) if told.problem else None
+            except Unreachable as error:
+                seconds = self._clock.monotonic() - began
+                broken = not error.refused and error.why.startswith(_BROKEN)
+                told = JsonResponse(problem=error.why, lost=True, broken=broken, seconds=seconds)
+            self._count(told)
+            # Not after a timeout, nor if nobody listens: another attempt would only wait again.
+            if told.http_status in BUSY or told.broken:
+                after = None if after is None else min(after, limits.longest_wait)
                 raise TransientError(told.problem or "busy", after, reply=told)
             return told
 
-        attempts = self._patience.attempts
         try:
-            return Retry(self._clock.sleep, attempts=attempts, first_pause=0.4).call(once)
+            return Retry(self._clock.sleep, attempts=limits.attempts, first_pause=0.4).call(once)
         except TransientError as error:
-            told: JsonResponse = error.reply
-            return replace(told, problem=f"{told.problem} (asked {attempts} times)")
+            last: JsonResponse = error.reply
+            return replace(last, problem=f"{last.problem} (asked {limits.attempts} times)")
 
-    def _once(
-        self, method: str, path: str, body: Any, tokens: int
-    ) -> tuple[JsonResponse, float | None]:
-        """Send one request; give what was told, and the seconds of Retry-After."""
-        began = self._clock.monotonic()
-        try:
-            reply = self._http.ask(
-                method,
-                self.endpoint.url.rstrip("/") + path,
-                json=body,
-                headers=self.endpoint.headers,
-                timeout=self._patience.timeout(tokens),
-                max_bytes=self._patience.max_bytes,
-            )
-        except Unreachable as error:
-            seconds = self._clock.monotonic() - began
-            broken = not error.refused and error.why.startswith(_BROKEN)
-            self._count({})
-            return JsonResponse(problem=error.why, lost=True, broken=broken, seconds=seconds), None
-        told = read_json(reply)
-        self._count(told.data)
-        return told, retry_after(reply.headers) if told.problem else None
-
-    def _count(self, data: Any) -> None:
-        """Count a request, and the tokens that its answer says it took."""
-        decoded, read = _tokens_talk(data)
+    def _count(self, told: JsonResponse) -> None:
+        """Count a request and its tokens; those from a cache are left out if the server says so."""
+        decoded = count_of(told.find("timings", "predicted_n"))
+        if decoded is None:
+            decoded = count_of(told.find("usage", "completion_tokens")) or 0
+        read = count_of(told.find("timings", "prompt_n"))
+        if read is None:
+            read = count_of(told.find("usage", "prompt_tokens")) or 0
         with self._lock:
             cost = self._cost
             self._cost = Cost(
@@ -447,132 +496,3 @@ class Client:
                 tokens=cost.tokens + decoded,
                 prompt_tokens=cost.prompt_tokens + read,
             )
-
-
-def _tokens_talk(data: Any) -> tuple[int, int]:
-    """Tokens decoded and read; what came from a cache is not counted where the server tells."""
-    if not isinstance(data, dict):
-        return 0, 0
-    usage, timings = (
-        part if isinstance(part := data.get(key), dict) else {} for key in ("usage", "timings")
-    )
-    decoded = (timings.get("predicted_n"), usage.get("completion_tokens"))
-    read = (timings.get("prompt_n"), usage.get("prompt_tokens"))
-    return _first_count(*decoded), _first_count(*read)
-
-
-def _first_count(*values: Any) -> int:
-    good = (v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
-    return next(good, 0)
-
-
-def _worth_another_try(told: JsonResponse) -> bool:
-    """Whether the same request may fare better: a busy server, a connection that broke.
-
-    Not after a time-out, and not where nobody listens: those would only wait again.
-    """
-    return told.http_status in BUSY or told.broken
-
-
-LARGER = 8
-AT_LEAST = 2048
-"""A budget that was too small is multiplied, and is at least so many tokens the second time."""
-PROMPT = 256
-"""Tokens of a known context that are left for the prompt."""
-SENTENCE = 32
-"""Tokens of a plain completion: only its first sentence is judged."""
-
-
-def first_budget(question: Question, request: Request) -> int:
-    """Give the tokens that a question is asked with the first time."""
-    whole = request.max_tokens
-    return min(whole, SENTENCE) if question.mode == "completion" else whole
-
-
-def larger_budget(max_tokens: int, context: int | None) -> int | None:
-    """Give the budget of the second try, in tokens; None where the context has no more room."""
-    budget = max(LARGER * max_tokens, AT_LEAST)
-    if context is not None:
-        budget = min(budget, context - PROMPT)
-    return budget if budget > max_tokens else None
-
-
-class Asker:
-    """Puts questions to one server, as a chat or as a text to go on with."""
-
-    def __init__(self, talk: Client, request: Request) -> None:
-        self._talk = talk
-        self._request = request
-        self._limit_name = "max_tokens"
-
-    def ask(self, question: Question, max_tokens: int | None = None, **more: Any) -> Completion:
-        """Ask once; `more` are further fields of the request."""
-        budget = max_tokens or first_budget(question, self._request)
-        said = self._once(question, budget, more)
-        if self._wants_other_name(said):
-            self._limit_name = "max_completion_tokens"
-            said = self._once(question, budget, more)
-        return said
-
-    def _once(self, question: Question, budget: int, more: dict[str, Any]) -> Completion:
-        body = {**self._body(question, budget), **more}
-        told = self._talk.post(_PATHS[question.mode], body, tokens=budget)
-        return said_of(told, question.mode)
-
-    def _body(self, question: Question, budget: int) -> dict[str, Any]:
-        request = self._request
-        what: dict[str, Any] = (
-            {"prompt": question.ask}
-            if question.mode == "completion"
-            else {"messages": [{"role": "user", "content": question.ask}]}
-        )
-        if request.reasoning_effort and question.mode == "chat":
-            what["reasoning_effort"] = request.reasoning_effort
-        return {
-            "model": self._talk.endpoint.model or "default",
-            **what,
-            self._limit_name: budget,
-            "temperature": request.temperature,
-            "stream": False,
-        }
-
-    def _wants_other_name(self, said: Completion) -> bool:
-        """Whether the server knows the token limit by its newer name only."""
-        return (
-            said.http_status == 400
-            and self._limit_name == "max_tokens"
-            and "max_completion_tokens" in (said.problem or "")
-        )
-
-
-_PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
-
-
-@dataclass(frozen=True)
-class Served:
-    """What a server says of itself: the names it answers to, and its engine where it tells."""
-
-    models: tuple[str, ...]
-    engine: str | None
-
-
-_OWNERS = {"llamacpp": "llama.cpp", "vllm": "vllm"}
-"""Who owns a model, as each engine says it."""
-
-
-def served(http: Http, endpoint: Endpoint, *, timeout: float = 10.0) -> Served:
-    """Read `/v1/models`. Raises Unreachable, also for an answer of no use."""
-    url = endpoint.url.rstrip("/") + "/v1/models"
-    reply: Reply = http.ask("GET", url, headers=endpoint.headers, timeout=timeout, max_bytes=2**20)
-    try:
-        data = reply.json()
-    except (ValueError, RecursionError):
-        data = None
-    if reply.status != 200:
-        raise Unreachable(f"HTTP {reply.status} {message_of(data)}".strip())
-    rows = data.get("data") if isinstance(data, dict) else None
-    if not isinstance(rows, list):
-        raise Unreachable("the answer of /v1/models is no list of models")
-    named = [r for r in rows if isinstance(r, dict) and r.get("id")]
-    owners = (_OWNERS.get(str(r.get("owned_by"))) for r in named)
-    return Served(tuple(str(r["id"]) for r in named), next(filter(None, owners), None))

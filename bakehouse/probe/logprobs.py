@@ -1,37 +1,81 @@
-"""Score texts, and decode greedily.
+"""Token by token: how likely a server finds a known text, and what it generates greedily.
 
-A request for one token ends before a draft could be made: llama.cpp (build 11434) has no switch for
-it in a request, drafts at most one token fewer than are still to come, and says so by leaving
-`draft_n` out of its timings; in vLLM the first token after a prompt is the model's own.
-
-Natural logarithms throughout. Three ways, by what the server has:
+Natural logarithms throughout. A text is scored in one of three ways, by what the server supports:
 
 - `prompt_logprobs` of vLLM's completions API: one request, nothing is decoded.
 - llama-server, one request: a grammar of token ids (`<[1000]>`) lets only the text through, and
   the probabilities are those before any sampler, grammar included, touched them.
-- llama-server, a request a token: the wanted token is forced by `logit_bias`, which does not touch
-  the returned probability either. For servers that know no token ids in grammars, and for those
+- llama-server, a request a token: the token is forced by `logit_bias`, which does not touch the
+  returned probability either. For servers that support no token ids in grammars, and for those
   that speculate, which return no probabilities for accepted drafts.
+
+No engine speculates in a request for one token: it ends before a draft could be made. llama.cpp
+(build 11434) has no switch for it in a request, drafts at most one token fewer than are still to
+come, and then leaves `draft_n` out of its timings; in vLLM the first token after a prompt is the
+model's own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, ParamSpec
 
-from bakehouse.probe.client import Client, JsonResponse
+from bakehouse.probe.client import Client, JsonResponse, count_of, find_in
 
+FLOOR = -104.0
+"""Probabilities below what single precision holds come as 0, -9999 or the lowest float."""
+SLACK = 1e-3
+"""How far above 0 a log-probability may be by rounding."""
+BIAS = 1000.0
+"""Added to the wanted token's logit: more than any two logits of a sound model differ by."""
+STRONGER = 1e30
+"""More than any two finite logits differ by."""
+SPECIAL = 16
+"""Maximum number of tokens that stand for no byte of a text."""
 ALTERNATIVES = 10
-"""So many of the likeliest tokens are asked for at each position."""
+"""How many of the likeliest tokens to ask for at each position."""
 
+Trouble = Literal["unable", "lost", "numbers", "reply"]
+Top = tuple[tuple[int, float], ...]
 Prompt = Sequence[str | int]
 """Pieces of text and ids of tokens, in order."""
+_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True)
-class Step:
+class Scored:
+    """Log-probabilities of a text.
+
+    `logprobs[i]` belongs to `tokens[i + 1]`: the first token has no probability. `top[i]`, if asked
+    for, holds the likeliest tokens at the same place. `trouble` is the kind of problem: a missing
+    capability, nobody who answers, a number that is not a probability, or a reply of no use.
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top: tuple[Top, ...] = field(default=(), repr=False)
+    how: str = ""
+    problem: str | None = None
+    trouble: Trouble | None = None
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Tokens that a server generated after a prompt; drafts as the reply itself counts them."""
+
+    prompt: Prompt
+    tokens: tuple[int, ...] = ()
+    content: str = ""
+    drafted: int | None = None
+    accepted: int | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class NextToken:
     """The next token as the model alone would choose it.
 
     `likely` are the likeliest tokens, the best first: id, text, log-probability in nats. `ended`
@@ -48,435 +92,269 @@ class Step:
         return self.likely[0] if self.likely else None
 
 
-@dataclass(frozen=True)
-class Spoken:
-    """What a server went on with, at length; drafts as the answer itself counts them."""
+class _Failed(Exception):
+    """A request that brought no numbers."""
 
-    prompt: Prompt
-    tokens: tuple[int, ...] = ()
-    content: str = ""
-    drafted: int | None = None
-    accepted: int | None = None
-    problem: str | None = None
+    def __init__(self, trouble: Trouble, problem: str) -> None:
+        super().__init__(problem)
+        self.trouble = trouble
 
 
-def speak(talk: Client, prompt: str, max_tokens: int) -> Spoken:
-    """Let the server go on with a text at temperature 0."""
-    if talk.endpoint.engine == "vllm":
-        body = {**_vllm([prompt], max_tokens), "return_token_ids": True}
-        return _vllm_spoken(prompt, talk.post("/v1/completions", _named(talk, body)))
-    body = {**_llamacpp([prompt], max_tokens), "return_tokens": True}
-    told = talk.post("/completion", body, tokens=max_tokens)
-    data = told.data if isinstance(told.data, dict) else {}
-    tokens = _ids(data.get("tokens"))
-    if told.problem or not tokens:
-        return Spoken([prompt], problem=told.problem or "the answer holds no ids of tokens")
-    timings = data.get("timings")
-    timings = timings if isinstance(timings, dict) else {}
-    return Spoken(
-        [prompt], tokens, str(data.get("content", "")),
-        _count(timings.get("draft_n")) or 0, _count(timings.get("draft_n_accepted")) or 0,
-    )  # fmt: skip
+def _scoring(job: Callable[_P, Scored]) -> Callable[_P, Scored]:
+    """Return a problem as a `Scored`."""
+
+    @wraps(job)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> Scored:
+        try:
+            return job(*args, **kwargs)
+        except _Failed as error:
+            return Scored(problem=str(error), trouble=error.trouble)
+
+    return run
 
 
-def step(talk: Client, prompt: Prompt) -> Step:
-    """Ask for the one token that comes next."""
-    if talk.endpoint.engine == "vllm":
-        body = {**_vllm(prompt, 1), "logprobs": ALTERNATIVES, "return_tokens_as_token_ids": True}
-        return _vllm_step(talk.post("/v1/completions", _named(talk, body), tokens=1))
-    body = {**_llamacpp(prompt, 1), "n_probs": ALTERNATIVES}
-    return _llamacpp_step(talk.post("/completion", body, tokens=1))
-
-
-def _llamacpp(prompt: Prompt, tokens: int) -> dict[str, Any]:
-    pieces = list(prompt)
-    whole: Any = pieces[0] if len(pieces) == 1 and isinstance(pieces[0], str) else pieces
-    return {"prompt": whole, "n_predict": tokens, "temperature": 0, "cache_prompt": True,
-            "stream": False}  # fmt: skip
-
-
-def _llamacpp_step(told: JsonResponse) -> Step:
-    """Read `completion_probabilities`; an end-of-text token has an id like any other."""
-    if told.problem:
-        return Step(problem=told.problem)
-    data = told.data if isinstance(told.data, dict) else {}
-    rows = data.get("completion_probabilities")
-    first = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
-    top = first.get("top_logprobs")
-    rows = [r for r in top if isinstance(r, dict)] if isinstance(top, list) else []
-    likely = [(r.get("id"), str(r.get("token", "")), r.get("logprob")) for r in rows]
-    return _step(likely, ended=data.get("stop_type") == "eos")
-
-
-def _vllm(prompt: Prompt, tokens: int) -> dict[str, Any]:
-    pieces = list(prompt)
-    whole: Any = pieces[0] if len(pieces) == 1 else pieces
-    return {"prompt": whole, "max_tokens": tokens, "temperature": 0, "stream": False}
-
-
-def _named(talk: Client, body: Mapping[str, Any]) -> dict[str, Any]:
-    return {"model": talk.endpoint.model or "default", **body}
-
-
-def _choice(told: JsonResponse) -> dict[str, Any]:
-    choices = told.data.get("choices") if isinstance(told.data, dict) else None
-    first = choices[0] if isinstance(choices, list) and choices else None
-    return first if isinstance(first, dict) else {}
-
-
-def _vllm_spoken(prompt: str, told: JsonResponse) -> Spoken:
-    """Read `token_ids`; the prompt becomes `prompt_token_ids`, to which they can be joined."""
-    choice = _choice(told)
-    tokens, before = _ids(choice.get("token_ids")), _ids(choice.get("prompt_token_ids"))
-    if told.problem or not tokens or not before:
-        return Spoken([prompt], problem=told.problem or "the answer holds no ids of tokens")
-    return Spoken(list(before), tokens, str(choice.get("text", "")))
-
-
-def _vllm_step(told: JsonResponse) -> Step:
-    """Read `logprobs.top_logprobs`, whose keys are `token_id:N`."""
-    if told.problem:
-        return Step(problem=told.problem)
-    choice = _choice(told)
-    shown = choice.get("logprobs")
-    top = shown.get("top_logprobs") if isinstance(shown, dict) else None
-    first = top[0] if isinstance(top, list) and top and isinstance(top[0], dict) else {}
-    likely: list[tuple[Any, str, Any]] = [
-        (int(number), name, value)
-        for name, value in first.items()
-        if (number := str(name).removeprefix("token_id:")).isdecimal()
-    ]
-    return _step(likely, ended=choice.get("finish_reason") == "stop")
-
-
-def _step(likely: list[tuple[Any, str, Any]], *, ended: bool) -> Step:
-    good = [
-        (token, text, float(value))
-        for token, text, value in likely
-        if _count(token) is not None and isinstance(value, int | float) and math.isfinite(value)
-    ]
-    if not good or len(good) != len(likely):
-        return Step(problem="the answer holds no log-probabilities that are numbers")
-    return Step(tuple(sorted(good, key=lambda row: -row[2])), ended)
-
-
-def _count(value: Any) -> int | None:
-    good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    return value if good else None
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    """Give ids of tokens; empty where they are none."""
-    if not isinstance(value, list) or any(_count(v) is None for v in value):
-        return ()
-    return tuple(value)
-
-
-FLOOR = -104.0
-"""Probabilities below what single precision holds come as 0, -9999 or the lowest float."""
-SLACK = 1e-3
-"""So far above 0 a log-probability may be by rounding."""
-BIAS = 1000.0
-"""Added to the wanted token's logit: more than any two logits of a sound model differ by."""
-STRONGER = 1e30
-"""More than any two finite logits differ by."""
-
-Trouble = Literal["unable", "lost", "numbers", "reply"]
-Top = tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Scored:
-    """What a server makes of a text.
-
-    `logprobs[i]` belongs to `tokens[i + 1]`: the first token has no probability. `top[i]`, where
-    asked for, holds the likeliest tokens at the same place. `trouble` says what kind of thing stood
-    in the way: a capability that is missing, nobody who answers, a probability that is none, or a
-    reply of no use.
-    """
-
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    top: tuple[Top, ...] = field(default=(), repr=False)
-    how: str = ""
-    problem: str | None = None
-    trouble: Trouble | None = None
-
-
-class _NoNumber(Exception):
-    """A probability that is missing, null, NaN or above 1."""
-
-
-class _NoUse(Exception):
-    """A reply that does not hold what was asked for."""
-
-
+@_scoring
 def score_text(talk: Client, text: str, *, top: int = 0) -> Scored:
     """Give the log-probabilities of a text's tokens, and at each place the `top` likeliest."""
     engine = talk.endpoint.engine
     if engine == "vllm":
         return _prompt_logprobs(talk, text, top)
-    told = talk.post("/tokenize", {"content": text, "add_special": True})
-    if engine is None and told.http_status in (404, 405, 501):
+    reply = talk.post("/tokenize", {"content": text, "add_special": True})
+    if engine is None and reply.http_status in (404, 405, 501):
         return _prompt_logprobs(talk, text, top)
-    if told.problem is not None:
-        return _trouble(told, "tokenizing")
-    tokens = _tokens_of(told, text)
-    if len(tokens) < 2:
-        return Scored(problem="the answer of /tokenize is no list of tokens", trouble="reply")
-    return score_tokens(talk, tokens, top=top)
+    return score_tokens(talk, _tokens_of(reply, text), top=top)
 
 
-SPECIAL = 16
-"""So many tokens at most stand for no byte of a text."""
-
-
-def _tokens_of(told: JsonResponse, text: str) -> list[int]:
-    """Read the tokens of a text; none where they are none, or more than it has bytes."""
-    tokens = told.data.get("tokens") if isinstance(told.data, dict) else None
-    if not isinstance(tokens, list) or len(tokens) > len(text.encode()) + SPECIAL:
-        return []
-    return tokens if all(map(_is_id, tokens)) else []
-
-
+@_scoring
 def score_tokens(talk: Client, tokens: Sequence[int], *, top: int = 0) -> Scored:
     """Give the log-probabilities of all tokens but the first."""
     if talk.endpoint.engine == "vllm":
         return _prompt_logprobs(talk, list(tokens), top)
-    at_once = _at_once(talk, tokens, top)
-    return at_once if at_once else _one_by_one(talk, tokens, top)
+    return _at_once(talk, tokens, top) or _one_by_one(talk, tokens, top)
+
+
+def _tokens_of(reply: JsonResponse, text: str) -> tuple[int, ...]:
+    """Read the reply of /tokenize; no text has more tokens than bytes."""
+    tokens = _ids(_good(reply, "tokenizing").find("tokens"))
+    if not 2 <= len(tokens) <= len(text.encode()) + SPECIAL:
+        raise _Failed("reply", "the reply of /tokenize is not a list of tokens")
+    return tokens
 
 
 def _prompt_logprobs(talk: Client, prompt: str | list[int], top: int) -> Scored:
-    body = {
-        "model": talk.endpoint.model or "default", "prompt": prompt, "max_tokens": 1,
-        "temperature": 0, "prompt_logprobs": top, "return_token_ids": True, "stream": False,
-    }  # fmt: skip
-    told = talk.post("/v1/completions", body, tokens=len(prompt))
-    if told.problem is not None:
-        if "JSON compliant" in told.problem:
-            return Scored(problem=f"not a number: {told.problem}", trouble="numbers")
-        return _trouble(told, "prompt_logprobs")
-    choices = told.data.get("choices") if isinstance(told.data, dict) else None
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    rows = choice.get("prompt_logprobs") if isinstance(choice, dict) else None
-    if not isinstance(choice, dict) or not isinstance(rows, list) or len(rows) < 2:
-        return Scored(problem="the reply holds no prompt_logprobs", trouble="unable")
-    ids = choice.get("prompt_token_ids")
-    try:
-        tokens = _ids_of(rows, ids)
-        read = [_row(row, token, top) for row, token in zip(rows[1:], tokens[1:], strict=True)]
-    except _NoNumber as error:
-        return Scored(problem=str(error), trouble="numbers")
-    except _NoUse as error:
-        return Scored(problem=str(error), trouble="reply")
-    return Scored(
-        tokens, tuple(n for n, _ in read), tuple(t for _, t in read) if top else (),
-        "prompt_logprobs",
-    )  # fmt: skip
-
-
-def _ids_of(rows: list[Any], ids: Any) -> tuple[int, ...]:
-    """Which tokens the rows belong to: as told, or by the first entry of each row."""
-    if isinstance(ids, list):
-        if len(ids) != len(rows) or not all(map(_is_id, ids)):
-            raise _NoUse("prompt_logprobs and prompt_token_ids do not belong together")
-        return tuple(ids)
-    found = [-1]
-    for row in rows[1:]:
-        if not isinstance(row, dict) or not row:
-            raise _NoUse("a row of prompt_logprobs is empty")
-        found.append(_id(next(iter(row))))
-    return tuple(found)
-
-
-def _row(row: Any, token: int, top: int) -> tuple[float, Top]:
-    """Read one row of prompt_logprobs: the token's own number, and the likeliest."""
-    if not isinstance(row, dict):
-        raise _NoUse("a row of prompt_logprobs is no object")
-    read = {
-        _id(key): logprob(value.get("logprob") if isinstance(value, dict) else None)
-        for key, value in row.items()
-    }
-    if token not in read:
-        raise _NoUse("a row of prompt_logprobs lacks its own token")
-    best = sorted(read.items(), key=lambda pair: -pair[1])[:top]
-    return read[token], tuple(best)
+    body = _vllm(talk, prompt, 1, prompt_logprobs=top, return_token_ids=True)
+    reply = talk.post("/v1/completions", body, tokens=len(prompt))
+    if "JSON compliant" in (reply.problem or ""):
+        raise _Failed("numbers", f"not a number: {reply.problem}")
+    rows = _good(reply, "prompt_logprobs").find("choices", 0, "prompt_logprobs")
+    if not isinstance(rows, list) or len(rows) < 2:
+        raise _Failed("unable", "the reply holds no prompt_logprobs")
+    ids = reply.find("choices", 0, "prompt_token_ids")
+    if not isinstance(ids, list):  # an older vLLM puts a row's own token first
+        tokens = (-1, *(_id(next(iter(row), None) if isinstance(row, dict) else None)
+                        for row in rows[1:]))  # fmt: skip
+    elif len(ids) != len(rows) or not (tokens := _ids(ids)):
+        raise _Failed("reply", "prompt_logprobs and prompt_token_ids do not belong together")
+    numbers: list[float] = []
+    best: list[Top] = []
+    for row, token in zip(rows[1:], tokens[1:], strict=True):
+        if not isinstance(row, dict):
+            raise _Failed("reply", "a row of prompt_logprobs is not an object")
+        read = {_id(key): logprob(find_in(value, "logprob")) for key, value in row.items()}
+        if token not in read:
+            raise _Failed("reply", "a row of prompt_logprobs lacks its own token")
+        numbers.append(read[token])
+        best.append(tuple(sorted(read.items(), key=lambda pair: -pair[1])[:top]))
+    return Scored(tokens, tuple(numbers), tuple(best) if top else (), "prompt_logprobs")
 
 
 def _at_once(talk: Client, tokens: Sequence[int], top: int) -> Scored | None:
-    """Score by one request with a grammar of token ids; None where the server cannot."""
+    """Score by one request with a grammar of token ids; None if the server cannot."""
     wanted = list(tokens[1:])
-    body = {
-        "prompt": list(tokens[:1]), "n_predict": len(wanted), "n_probs": max(1, top),
-        "grammar": "root ::= " + " ".join(f"<[{token}]>" for token in wanted),
-        "temperature": 0, "samplers": [], "cache_prompt": False, "stream": False,
-    }  # fmt: skip
-    told = talk.post("/completion", body, tokens=len(wanted))
-    if told.problem is not None:
-        return _trouble(told, "/completion") if told.lost or told.http_status in _ABSENT else None
-    timings = told.data.get("timings") if isinstance(told.data, dict) else None
-    drafted = timings.get("draft_n") if isinstance(timings, dict) else None
-    try:
-        rows = _rows(told)
-        if drafted or [row.get("id") for row in rows] != wanted:
-            return None
-        return _read(tokens, rows, top, "grammar")
-    except _NoUse:
+    body = _llamacpp(
+        tokens[:1], len(wanted), n_probs=max(1, top), samplers=[], cache_prompt=False,
+        grammar="root ::= " + " ".join(f"<[{token}]>" for token in wanted),
+    )  # fmt: skip
+    reply = talk.post("/completion", body, tokens=len(wanted))
+    if reply.problem is not None and not reply.lost and reply.http_status not in _ABSENT:
         return None
+    try:
+        rows = _rows(reply)
+    except _Failed:
+        if reply.problem is not None:
+            raise
+        return None
+    if reply.find("timings", "draft_n") or [row.get("id") for row in rows] != wanted:
+        return None
+    return _read(tokens, rows, top, "grammar")
 
 
 def _one_by_one(talk: Client, tokens: Sequence[int], top: int) -> Scored:
     rows: list[dict[str, Any]] = []
     with talk.progress.bar("probe", "tokens") as bar:
         for place in range(1, len(tokens)):
-            body = {
-                "prompt": list(tokens[:place]), "n_predict": 1, "n_probs": max(1, top),
-                "logit_bias": [[tokens[place], BIAS]], "temperature": 0, "cache_prompt": True,
-                "stream": False,
-            }  # fmt: skip
-            told = talk.post("/completion", body, tokens=place)
-            if told.problem is not None:
-                return _trouble(told, "/completion")
+            wanted = tokens[place]
+            body = _llamacpp(tokens[:place], 1, n_probs=max(1, top), logit_bias=[[wanted, BIAS]])
+            row = _rows(talk.post("/completion", body, tokens=place))[0]
             try:
-                row = _rows(told)[0]
                 logprob(row.get("logprob"))
-            except _NoUse as error:
-                return Scored(problem=str(error), trouble="unable")
-            except _NoNumber as error:
-                return Scored(problem=f"token {place}: {error}", trouble="numbers")
-            if row.get("id") != tokens[place]:
-                return _refused(talk, body, tokens[place], place)
+            except _Failed as error:
+                raise _Failed("numbers", f"token {place}: {error}") from None
+            if row.get("id") != wanted:
+                raise _refused(talk, body, wanted, place)
             rows.append(row)
             bar.update(place, len(tokens) - 1)
             if talk.spent:
                 why = f"{place} of {len(tokens) - 1} tokens took {talk.cost.seconds:.0f} s"
-                return Scored(problem=why, trouble="lost")
+                raise _Failed("lost", why)
     return _read(tokens, rows, top, "logit_bias")
 
 
-def _refused(talk: Client, body: dict[str, Any], wanted: int, place: int) -> Scored:
-    """Say why a token was not taken: a server that forces none, or logits that are no model's.
+def _refused(talk: Client, body: dict[str, Any], wanted: int, place: int) -> _Failed:
+    """Say why a token was not taken: the server forces none, or the logits are broken.
 
-    What `BIAS` does not bring about and `STRONGER` does is a difference of logits that only broken
+    A token that needs `STRONGER` and not only `BIAS` shows a difference of logits that only broken
     weights make.
     """
-    told = talk.post("/completion", {**body, "logit_bias": [[wanted, STRONGER]]}, tokens=place)
-    try:
-        taken = told.problem is None and _rows(told)[0].get("id") == wanted
-    except _NoUse:
-        taken = False
-    if taken:
+    reply = talk.post("/completion", {**body, "logit_bias": [[wanted, STRONGER]]}, tokens=place)
+    if reply.problem is None and reply.find("completion_probabilities", 0, "id") == wanted:
         why = f"token {place}: another one is more than {BIAS:g} nats likelier than the text's own"
-        return Scored(problem=why, trouble="numbers")
-    return Scored(problem="the server would not take a forced token", trouble="unable")
+        return _Failed("numbers", why)
+    return _Failed("unable", "the server does not accept a forced token")
 
 
 def _read(tokens: Sequence[int], rows: Sequence[dict[str, Any]], top: int, how: str) -> Scored:
-    try:
-        numbers = tuple(logprob(row.get("logprob")) for row in rows)
-        best = tuple(_best(row, top) for row in rows) if top else ()
-    except _NoNumber as error:
-        return Scored(problem=str(error), trouble="numbers")
-    except _NoUse as error:
-        return Scored(problem=str(error), trouble="reply")
-    return Scored(tuple(tokens), numbers, best, how)
+    numbers = tuple(logprob(row.get("logprob")) for row in rows)
+    best: list[Top] = []
+    for row in rows if top else ():
+        entries = row.get("top_logprobs")
+        if not isinstance(entries, list):
+            raise _Failed("reply", "the reply of /completion holds no likeliest tokens")
+        pairs = [(_id(find_in(e, "id")), logprob(find_in(e, "logprob"))) for e in entries]
+        best.append(tuple(sorted(pairs, key=lambda pair: -pair[1])[:top]))
+    return Scored(tuple(tokens), numbers, tuple(best), how)
 
 
-def _rows(told: JsonResponse) -> list[dict[str, Any]]:
-    """Give the probabilities of what was generated, a row a token."""
-    rows = told.data.get("completion_probabilities") if isinstance(told.data, dict) else None
+def _rows(reply: JsonResponse) -> list[dict[str, Any]]:
+    """Give the probabilities of the generated tokens, a row a token."""
+    rows = _good(reply, "/completion").find("completion_probabilities")
     if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) for r in rows):
-        raise _NoUse("the reply of /completion holds no probabilities")
+        raise _Failed("unable", "the reply of /completion holds no probabilities")
     return rows
 
 
-def _best(row: dict[str, Any], top: int) -> Top:
-    entries = row.get("top_logprobs")
-    if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
-        raise _NoUse("the reply of /completion holds no likeliest tokens")
-    pairs = [(_id(e.get("id")), logprob(e.get("logprob"))) for e in entries]
-    return tuple(sorted(pairs, key=lambda pair: -pair[1])[:top])
-
-
 def logprob(value: Any) -> float:
-    """Read a log-probability. Raises where it is none: null, NaN, infinite upwards, above 0."""
+    """Read a log-probability, in nats. Raises for null, NaN, or a number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _NoNumber(f"a probability is {'null' if value is None else repr(value)[:40]}")
+        found = "null" if value is None else repr(value)[:40]
+        raise _Failed("numbers", f"a probability is {found}")
     if math.isnan(value):
-        raise _NoNumber("a probability is NaN")
+        raise _Failed("numbers", "a probability is NaN")
     if value > SLACK:
-        raise _NoNumber(f"a log-probability is {value:g}, above 0")
+        raise _Failed("numbers", f"a log-probability is {value:g}, above 0")
     return max(FLOOR, min(0.0, float(value)))
 
 
 def _id(value: Any) -> int:
-    if _is_id(value):
-        return int(value)
+    """Read a token's id, also as text."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 12:
         return int(value)
-    raise _NoUse("a token has no id")
+    if (number := count_of(value)) is None:
+        raise _Failed("reply", "a token has no id")
+    return number
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _ids(value: Any) -> tuple[int, ...]:
+    """Read a list of token ids; empty for anything else."""
+    good = isinstance(value, list) and all(count_of(v) is not None for v in value)
+    return tuple(value) if good else ()
 
 
 _ABSENT = (401, 403, 404, 405, 501)
+"""HTTP statuses of a server that does not have a route."""
 
 
-def _trouble(told: JsonResponse, what: str) -> Scored:
-    """Name why a request brought nothing."""
-    problem = f"{what}: {told.problem}"
-    if told.lost:
-        return Scored(problem=problem, trouble="lost")
-    unable = told.http_status in (*_ABSENT, 400, 422)
-    return Scored(problem=problem, trouble="unable" if unable else "reply")
+def _good(reply: JsonResponse, what: str) -> JsonResponse:
+    """Return a reply that succeeded. Raises with the kind of its problem."""
+    if reply.problem is None:
+        return reply
+    unable = reply.http_status in (*_ABSENT, 400, 422)
+    trouble: Trouble = "lost" if reply.lost else ("unable" if unable else "reply")
+    raise _Failed(trouble, f"{what}: {reply.problem}")
 
 
-def greedy(talk: Client, text: str, count: int) -> Scored:
-    """Let the server go on with a text, always with its likeliest token; give all tokens.
+def _llamacpp(prompt: Prompt, tokens: int, **more: Any) -> dict[str, Any]:
+    """Body of a greedy request to /completion."""
+    text = len(prompt) == 1 and isinstance(prompt[0], str)
+    return {"prompt": prompt[0] if text else list(prompt), "n_predict": tokens, "temperature": 0,
+            "cache_prompt": True, "stream": False, **more}  # fmt: skip
 
-    The first `len(tokens) - len(logprobs)` of them are the text's own. Probabilities are not read:
-    a server that speculates gives none.
-    """
+
+def _vllm(talk: Client, prompt: str | Prompt, tokens: int, **more: Any) -> dict[str, Any]:
+    """Body of a greedy request to /v1/completions."""
+    text = not isinstance(prompt, str) and len(prompt) == 1 and isinstance(prompt[0], str)
+    return {"model": talk.model, "prompt": prompt[0] if text else prompt, "max_tokens": tokens,
+            "temperature": 0, "stream": False, **more}  # fmt: skip
+
+
+def generate(talk: Client, prompt: Prompt, max_tokens: int, *, cache: bool = True) -> Generated:
+    """Let the server continue a prompt at temperature 0; vLLM's prompt comes back as ids."""
     if talk.endpoint.engine == "vllm":
-        return _greedy_vllm(talk, text, count)
-    told = talk.post("/tokenize", {"content": text, "add_special": True})
-    if told.problem is not None:
-        return _trouble(told, "tokenizing")
-    tokens = _tokens_of(told, text)
-    if not tokens:
-        return Scored(problem="the answer of /tokenize is no list of tokens", trouble="reply")
-    body = {
-        "prompt": tokens, "n_predict": count, "n_probs": 1, "temperature": 0,
-        "cache_prompt": False, "stream": False,
-    }  # fmt: skip
-    told = talk.post("/completion", body, tokens=count)
-    if told.problem is not None:
-        return _trouble(told, "/completion")
+        body = _vllm(talk, prompt, max_tokens, return_token_ids=True)
+        reply = talk.post("/v1/completions", body, tokens=max_tokens)
+        tokens, before = (
+            _ids(reply.find("choices", 0, key)) for key in ("token_ids", "prompt_token_ids")
+        )
+        if reply.problem or not tokens or not before:
+            return Generated(prompt, problem=reply.problem or "the reply holds no token ids")
+        return Generated(before, tokens, str(reply.find("choices", 0, "text")))
+    body = _llamacpp(prompt, max_tokens, return_tokens=True, cache_prompt=cache)
+    reply = talk.post("/completion", body, tokens=max_tokens)
+    tokens = _ids(reply.find("tokens"))
+    if reply.problem or not tokens:
+        return Generated(prompt, problem=reply.problem or "the reply holds no token ids")
+    drafted, accepted = (
+        count_of(reply.find("timings", key)) or 0 for key in ("draft_n", "draft_n_accepted")
+    )
+    return Generated(prompt, tokens, str(reply.find("content") or ""), drafted, accepted)
+
+
+def greedy(talk: Client, text: str, count: int) -> Generated:
+    """Let the server continue a text, always with its likeliest token; the prompt comes as ids."""
+    if talk.endpoint.engine == "vllm":
+        return generate(talk, [text], count)
     try:
-        chosen = [_id(row.get("id")) for row in _rows(told)]
-    except _NoUse as error:
-        return Scored(problem=str(error), trouble="unable")
-    return Scored((*tokens, *chosen), (0.0,) * len(chosen), how="greedy")
+        prompt = _tokens_of(talk.post("/tokenize", {"content": text, "add_special": True}), text)
+    except _Failed as error:
+        return Generated([text], problem=str(error))
+    return generate(talk, prompt, count, cache=False)
 
 
-def _greedy_vllm(talk: Client, text: str, count: int) -> Scored:
-    body = {
-        "model": talk.endpoint.model or "default", "prompt": text, "max_tokens": count,
-        "temperature": 0, "return_token_ids": True, "stream": False,
-    }  # fmt: skip
-    told = talk.post("/v1/completions", body, tokens=count)
-    if told.problem is not None:
-        return _trouble(told, "/v1/completions")
-    choices = told.data.get("choices") if isinstance(told.data, dict) else None
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    lists = [choice.get(k) if isinstance(choice, dict) else None for k in _TOKEN_LISTS]
-    if not all(isinstance(ids, list) and ids and all(map(_is_id, ids)) for ids in lists):
-        return Scored(problem="the reply holds no token ids", trouble="unable")
-    prompt, chosen = (tuple(ids or ()) for ids in lists)
-    return Scored((*prompt, *chosen), (0.0,) * len(chosen), how="greedy")
-
-
-_TOKEN_LISTS = ("prompt_token_ids", "token_ids")
+def next_token(talk: Client, prompt: Prompt) -> NextToken:
+    """Ask for the one token that comes next; an end-of-text token has an id like any other."""
+    likely: list[tuple[Any, str, Any]] = []
+    if talk.endpoint.engine == "vllm":
+        more = {"logprobs": ALTERNATIVES, "return_tokens_as_token_ids": True}
+        reply = talk.post("/v1/completions", _vllm(talk, prompt, 1, **more), tokens=1)
+        top = reply.find("choices", 0, "logprobs", "top_logprobs", 0)
+        for name, value in top.items() if isinstance(top, dict) else ():
+            if (number := str(name).removeprefix("token_id:")).isdecimal():
+                likely.append((int(number), name, value))
+        ended = reply.find("choices", 0, "finish_reason") == "stop"
+    else:
+        reply = talk.post("/completion", _llamacpp(prompt, 1, n_probs=ALTERNATIVES), tokens=1)
+        rows = reply.find("completion_probabilities", 0, "top_logprobs")
+        for row in rows if isinstance(rows, list) else ():
+            text = str(find_in(row, "token") or "")
+            likely.append((find_in(row, "id"), text, find_in(row, "logprob")))
+        ended = reply.find("stop_type") == "eos"
+    if reply.problem:
+        return NextToken(problem=reply.problem)
+    good = [
+        (token, text, float(value))
+        for token, text, value in likely
+        if count_of(token) is not None and isinstance(value, int | float) and math.isfinite(value)
+    ]
+    if not good or len(good) != len(likely):
+        return NextToken(problem="the reply holds no log-probabilities that are numbers")
+    return NextToken(tuple(sorted(good, key=lambda row: -row[2])), ended)

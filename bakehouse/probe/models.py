@@ -1,4 +1,4 @@
-"""What a probe is given, and what it brings back."""
+"""Types of a probe: endpoint, golden values, suite results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bakehouse.runs.store import Answer, Cost, SuiteRecord, SuiteVerdict
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that speaks the OpenAI API."""
+    """A server with an OpenAI-compatible API."""
 
     url: str
     """Scheme, host and port, and whatever stands before `/v1`."""
@@ -101,7 +101,7 @@ class Golden(Frozen):
 
 @dataclass(frozen=True)
 class SuiteInput:
-    """What a suite is told: whom it asks, what the recipe wants, and what is known already."""
+    """Input of a suite: the server, the recipe's `probe:` section, and what is known already."""
 
     endpoint: Endpoint
     probe: Probe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from bakehouse.errors import BakehouseError, NotCorrect, NotHealthy
@@ -11,7 +12,7 @@ from bakehouse.models import Verdict, check
 from bakehouse.probe.answers import overall
 from bakehouse.probe.client import DEFAULT_LIMITS, Client, ProbeContext, RequestLimits, served
 from bakehouse.probe.golden import read_golden
-from bakehouse.probe.logprobs import Scored, greedy, score_text, score_tokens
+from bakehouse.probe.logprobs import Generated, Scored, greedy, score_text, score_tokens
 from bakehouse.probe.models import (
     Endpoint,
     Golden,
@@ -27,7 +28,7 @@ from bakehouse.probe.suites.likelihood import SAME_BACKEND, data_digest, texts
 from bakehouse.probe.suites.reference import PLACES, PROMPT, TOP, places_of
 from bakehouse.recipe.models import Probe, SuiteName, default_suites
 from bakehouse.runs.store import Answer, SuiteVerdict
-from bakehouse.system.http import Http, Unreachable
+from bakehouse.system.http import Unreachable
 
 WORST: tuple[SuiteVerdict, ...] = (
     "wrong", "never started", "unstable", "unable", "true (provisional)", "true",
@@ -49,16 +50,22 @@ def run_probe(
     patience: RequestLimits = DEFAULT_LIMITS,
     spare: Collection[SuiteName] = (),
 ) -> Proof:
-    """Ask what the recipe wants asked, and judge it. Never raises for what a server does.
+    """Run the suites of a recipe. Never raises for what a server does.
 
-    Suites that are `spare` are left out where they are beyond the server. Raises LockError where
+    Suites that are `spare` are left out if the server does not support them. Raises LockError if
     the golden values of `known` cannot be read.
     """
-    given = SuiteInput(_with_model(ctx.http, endpoint), probe, known, read_golden(known))
+    if not endpoint.model:  # take the first that the server lists
+        with suppress(Unreachable):  # the questions will show it
+            if models := served(ctx.http, endpoint).models:
+                endpoint = replace(endpoint, model=models[0])
+    given = SuiteInput(endpoint, probe, known, read_golden(known))
     proofs: list[SuiteProof] = []
     for name in probe.suites or default_suites(endpoint.engine):
         if lost := next((p for p in proofs if p.lost), None):
-            proofs.append(_not_asked(name, lost))
+            why = f"not asked, since nobody answered {lost.suite}"
+            unknown = check(f"probe.{name}", "answers", None, why, ok=None)
+            proofs.append(SuiteProof(name, "unstable", why, (unknown,), lost=True))
         else:
             proofs.append(run_suite(ctx, REGISTRY[name], given, patience))
     kept = [p for p in proofs if not (p.suite in spare and p.verdict == "unable")]
@@ -75,8 +82,8 @@ def conclude(proofs: Sequence[SuiteProof]) -> Proof:
         Verdict.FAILED: "does not answer correctly",
         Verdict.UNKNOWN: "is not proven",
     }[verdict]
-    told = proofs if verdict is Verdict.PASSED else [p for p in proofs if not p.good]
-    summary = f"the server {says}: " + "; ".join(f"{p.suite} {p.summary}" for p in told)
+    named = proofs if verdict is Verdict.PASSED else [p for p in proofs if not p.good]
+    summary = f"the server {says}: " + "; ".join(f"{p.suite} {p.summary}" for p in named)
     answers = tuple(a for p in proofs for a in p.answers)
     return Proof(checks, answers, verdict, summary, tuple(proofs), word)
 
@@ -89,28 +96,11 @@ def worst(proofs: Sequence[SuiteProof]) -> SuiteProof:
     return min(proofs, key=lambda p: WORST.index(p.verdict))
 
 
-def _not_asked(name: SuiteName, lost: SuiteProof) -> SuiteProof:
-    why = f"not asked, since nobody answered {lost.suite}"
-    unknown = check(f"probe.{name}", "answers", None, why, ok=None)
-    return SuiteProof(name, "unstable", why, (unknown,), lost=True)
-
-
-def _with_model(http: Http, endpoint: Endpoint) -> Endpoint:
-    """Name the model to ask for, where nobody did: the first that the server lists."""
-    if endpoint.model:
-        return endpoint
-    try:
-        models = served(http, endpoint).models
-    except Unreachable:
-        return endpoint  # the questions will tell
-    return replace(endpoint, model=models[0]) if models else endpoint
-
-
 def explain(proof: Proof, where: str) -> BakehouseError | None:
-    """Give the error that says why this is no proof; None where it is one.
+    """Give the error that says why this is not a proof; None if it is one.
 
-    NotHealthy where too little was answered at all or a capability is missing, NotCorrect where
-    answers were wrong, or where the model never came to an answer.
+    NotHealthy if too little was answered or a capability is missing, NotCorrect if answers were
+    wrong or the model never came to an answer.
     """
     if proof.passed:
         return None
@@ -123,20 +113,19 @@ def explain(proof: Proof, where: str) -> BakehouseError | None:
 
 
 def answer_lines(answers: Sequence[Answer]) -> list[str]:
-    """Give one line an answer: verdict, question, what was said. Untrusted text, not cleaned."""
+    """One line an answer: verdict, question, text. Untrusted text, not cleaned."""
     width = max((len(a.verdict) for a in answers), default=0)
-    return [f"{a.verdict:{width}}  {a.question}  {_said(a)}" for a in answers]
-
-
-def _said(answer: Answer) -> str:
-    text = " ".join((answer.content.strip() or answer.reasoning.strip())[:400].split())
-    short = text if len(text) <= 80 else f"{text[:77]}..."
-    parts = [f"-> {short}" if short else f"-> nothing ({answer.why})"]
-    if short and answer.verdict != "right":
-        parts.append(f"({answer.why})")
-    if answer.verdict == "right" and answer.found_in == "reasoning":
-        parts.append("(found in the reasoning)")
-    return " ".join(parts)
+    lines: list[str] = []
+    for answer in answers:
+        text = " ".join((answer.content.strip() or answer.reasoning.strip())[:400].split())
+        short = text if len(text) <= 80 else f"{text[:77]}..."
+        line = f"{answer.verdict:{width}}  {answer.question}  -> {short or 'nothing'}"
+        if answer.verdict != "right":
+            line += f" ({answer.why})"
+        elif answer.found_in == "reasoning":
+            line += " (found in the reasoning)"
+        lines.append(line)
+    return lines
 
 
 def take_golden(
@@ -152,10 +141,21 @@ def take_golden(
     Whether the server may be believed is for the caller to know.
     """
     talk = Client(ctx, endpoint, patience)
-    scored = {name: _good(score_text(talk, text), endpoint) for name, text in texts().items()}
-    run = _good(greedy(talk, PROMPT, PLACES), endpoint)
-    count = len(run.logprobs)
-    reference = _good(score_tokens(talk, run.tokens, top=TOP), endpoint)
+
+    def need(one: Scored | Generated) -> None:
+        if one.problem:
+            raise NotHealthy(
+                f"golden values cannot be taken: {one.problem}", where=endpoint.url,
+                hint="the engine must return probabilities of tokens", id="golden",
+            )  # fmt: skip
+
+    scored: dict[str, Scored] = {}
+    for name, text in texts().items():
+        need(one := score_text(talk, text))
+        scored[name] = one
+    need(run := greedy(talk, PROMPT, PLACES))
+    prompt = tuple(token for token in run.prompt if isinstance(token, int))
+    need(reference := score_tokens(talk, (*prompt, *run.tokens), top=TOP))
     return Golden(
         weights16=known.weights16,
         kv_cache=known.kv_cache,
@@ -167,18 +167,9 @@ def take_golden(
             name: GoldenText(tokens=one.tokens, logprobs=tuple(round(p, 4) for p in one.logprobs))
             for name, one in scored.items()
         },
-        prompt=run.tokens[:-count],
-        places=places_of(reference, count),
+        prompt=prompt,
+        places=places_of(reference, len(run.tokens)),
     )
-
-
-def _good(scored: Scored, endpoint: Endpoint) -> Scored:
-    if scored.trouble:
-        raise NotHealthy(
-            f"golden values cannot be taken: {scored.problem}", where=endpoint.url,
-            hint="the engine must give probabilities of tokens", id="golden",
-        )  # fmt: skip
-    return scored
 
 
 def change(before: Golden, after: Golden) -> str | None:

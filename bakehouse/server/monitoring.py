@@ -2,7 +2,7 @@
 
 The first look at a server is the whole of `facts`, and `likelihood` where the engine gives
 probabilities. Each later look asks a few of the questions that were answered rightly then, and
-scores one text, which is held against its own score of then: a model that is right about seven
+scores one text, which is compared with its first score: a model that is right about seven
 questions of eight is not blamed for the eighth, and a look costs a few dozen tokens.
 """
 
@@ -18,7 +18,7 @@ from bakehouse.engines.base import Counters, read_counters
 from bakehouse.errors import BakehouseError, NotCorrect, NotHealthy
 from bakehouse.models import Check, Verdict, check
 from bakehouse.probe import answers as facts
-from bakehouse.probe.client import Asker, Client, ProbeContext, RequestLimits
+from bakehouse.probe.client import Client, ProbeContext, RequestLimits
 from bakehouse.probe.golden import read_golden
 from bakehouse.probe.logprobs import Scored, score_text
 from bakehouse.probe.models import Endpoint, Proof, ServedModel, SuiteInput
@@ -26,7 +26,7 @@ from bakehouse.probe.runner import SUSPECTS, conclude, explain
 from bakehouse.probe.suites import likelihood
 from bakehouse.probe.suites.base import run_suite
 from bakehouse.probe.suites.facts import SUITE as FACTS
-from bakehouse.probe.suites.facts import one as ask_one
+from bakehouse.probe.suites.facts import ask_one
 from bakehouse.probe.suites.likelihood import SAME_BACKEND, texts
 from bakehouse.progress import Silent
 from bakehouse.recipe.models import Probe, Question
@@ -94,11 +94,10 @@ def look_again(
     """Ask a part; which part goes round with `number`."""
     talk = Client(ctx, endpoint, HASTY)
     given = SuiteInput(endpoint, probe)
-    asker = Asker(talk, probe.request)
     answers = []
     for question in turn(known.right, number):
         others = [q for q in facts.questions(probe.facts) if q is not question]
-        answer, lost = ask_one(asker, given, question, others)
+        answer, lost = ask_one(talk, given, question, others)
         answers.append(answer)
         if answer.verdict == "unanswered":
             return Sampled((facts_check(answers),), tuple(answers), answer.why, lost)

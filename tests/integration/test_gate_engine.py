@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from scripts.bench.gate_run import Bench
-from scripts.bench.gate_variants import ALL, Variant
+from scripts.bench.gate_variants import ALL
 from scripts.bench.gate_weights import Weights, rewrite
 
 pytestmark = [pytest.mark.integration, pytest.mark.engine, pytest.mark.timeout(300)]
@@ -44,15 +44,19 @@ def test_the_recipe_s_suites_are_cheap(bench: Bench) -> None:
     assert 0 < row.decoded <= 350
 
 
-@pytest.mark.parametrize("variant", [v for v in ALL if v.edit], ids=lambda v: v.name)
-def test_every_edit_changes_weights_or_metadata(variant: Variant, smollm2: Path) -> None:
+def test_gate_edits_change_weights_or_metadata(smollm2: Path) -> None:
     """An edit that changes nothing would count as a mutant that nobody can find."""
-    assert variant.edit
-    weights, untouched = Weights(smollm2, "c"), Weights(smollm2)
-    variant.edit(weights)
-    start = weights.header.data_start
-    header = bool((weights.bytes[:start] != untouched.bytes[:start]).any())
-    assert bool((weights.data() != untouched.data()).any()) != header
+    untouched = Weights(smollm2)
+    idle = []
+    for variant in ALL:
+        if variant.edit:
+            weights = Weights(smollm2, "c")
+            variant.edit(weights)
+            start = weights.header.data_start
+            header = bool((weights.bytes[:start] != untouched.bytes[:start]).any())
+            if bool((weights.data() != untouched.data()).any()) == header:
+                idle.append(variant.name)
+    assert idle == []
 
 
 def test_a_model_in_another_type_holds_the_same_values(smollm2: Path, tmp_path: Path) -> None:

@@ -139,7 +139,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/tokenize":
             return self.answer(200, {"tokens": list(asked["content"].encode())})
         if self.path == "/completion":
-            return self.answer(200, {"completion_probabilities": probabilities(asked)})
+            rows = probabilities(asked)
+            tokens = [row["id"] for row in rows]
+            return self.answer(200, {"completion_probabilities": rows, "tokens": tokens})
         text = "The answer is 5." if "wrong" in FAULTS else "The answer is 4."
         if "varied" in FAULTS:
             text += f" You asked with {len(json.dumps(asked))} characters."

@@ -91,11 +91,11 @@ class Llama:
             ids = [body["logit_bias"][0][0]]
         else:
             ids = [97] * body["n_predict"]
-        rows = [self._row(token, place + n, body["n_probs"]) for n, token in enumerate(ids)]
+        rows = [self._row(token, place + n, body.get("n_probs", 1)) for n, token in enumerate(ids)]
         timings = {"predicted_n": len(ids), "prompt_n": 1}
         if self.drafts and len(ids) > 1:
             timings["draft_n"] = self.drafts
-        return {"completion_probabilities": rows, "timings": timings, "content": "x"}
+        return {"completion_probabilities": rows, "timings": timings, "content": "x", "tokens": ids}
 
     def _row(self, token: int, place: int, top: int) -> dict[str, Any]:
         own = self.logprob(place)

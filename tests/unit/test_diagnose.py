@@ -28,14 +28,14 @@ def _log(folder: Path, text: str | bytes, name: str = "a.log") -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [(FATAL, 7), (SILENT, 8), (FINE, 0), (SILENT + FATAL, 7), ("\n", 0), (FATAL.rstrip(), 7)],
-)
-def test_exit_code(context: Context, tmp_path: Path, text: str, code: int) -> None:
-    outcome = diagnose.run(context, diagnose.Options(_log(tmp_path, text)))
-
-    assert outcome.exit == code
+def test_diagnose_exit_codes(context: Context, tmp_path: Path) -> None:
+    rows = [(FATAL, 7), (SILENT, 8), (FINE, 0), (SILENT + FATAL, 7), ("\n", 0)]
+    rows.append((FATAL.rstrip(), 7))
+    got = [
+        (text, diagnose.run(context, diagnose.Options(_log(tmp_path, text))).exit)
+        for text, _ in rows
+    ]
+    assert got == rows
 
 
 def test_json_lists_the_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,42 +103,38 @@ def test_standard_input(context: Context, monkeypatch: pytest.MonkeyPatch, text:
             diagnose.run(context, diagnose.Options("-"))
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "is empty"),
-        (b"GGUF\x03\x00\x00\x00" + bytes(100), "is a GGUF model"),
-        (b"\x7fELF" + bytes(100), "is a program"),
-        (b"PK\x03\x04abc", "is a zip archive"),
-        (bytes(range(256)) * 40, "is a binary file"),
-        ("fatal: x\n".encode("utf-16"), "is UTF-16 text"),
-        (gzip.compress(b"some log\n" * 999)[:-12], "is a damaged gzip file"),
-        (bytes(5000), "nothing but zeros"),
-        (b"\x1f\x8bnot really", "is a damaged gzip file"),
-    ],
-)
-def test_what_is_no_log_is_named(
-    context: Context, tmp_path: Path, data: bytes, message: str
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        diagnose.run(context, diagnose.Options(_log(tmp_path, data)))
+NOT_LOGS: list[tuple[bytes, str]] = [
+    (b"", "is empty"),
+    (b"GGUF\x03\x00\x00\x00" + bytes(100), "is a GGUF model"),
+    (b"\x7fELF" + bytes(100), "is a program"),
+    (b"PK\x03\x04abc", "is a zip archive"),
+    (bytes(range(256)) * 40, "is a binary file"),
+    ("fatal: x\n".encode("utf-16"), "is UTF-16 text"),
+    (gzip.compress(b"some log\n" * 999)[:-12], "is a damaged gzip file"),
+    (bytes(5000), "nothing but zeros"),
+    (b"\x1f\x8bnot really", "is a damaged gzip file"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        (diagnose.Options("/nowhere/at/all.log"), NotFound, "there is no log"),
-        (diagnose.Options("/"), UsageError, "is a folder"),
-        (diagnose.Options("a\0b"), HostError, "cannot be opened"),
-        (diagnose.Options("x", engine="lama"), UsageError, "--engine lama"),
-        (diagnose.Options("x", stage="lunch"), UsageError, "--stage lunch"),
-    ],
-)
-def test_wrong_arguments(
-    context: Context, options: diagnose.Options, kind: type[BakehouseError], message: str
-) -> None:
-    with pytest.raises(kind, match=message):
-        diagnose.run(context, options)
+def test_diagnose_names_what_is_not_a_log(context: Context, tmp_path: Path) -> None:
+    for data, message in NOT_LOGS:
+        with pytest.raises(UsageError, match=message):
+            diagnose.run(context, diagnose.Options(_log(tmp_path, data)))
+
+
+WRONG_OPTIONS: list[tuple[diagnose.Options, type[BakehouseError], str]] = [
+    (diagnose.Options("/nowhere/at/all.log"), NotFound, "there is no log"),
+    (diagnose.Options("/"), UsageError, "is a folder"),
+    (diagnose.Options("a\0b"), HostError, "cannot be opened"),
+    (diagnose.Options("x", engine="lama"), UsageError, "--engine lama"),
+    (diagnose.Options("x", stage="lunch"), UsageError, "--stage lunch"),
+]
+
+
+def test_diagnose_refuses_wrong_options(context: Context) -> None:
+    for options, kind, message in WRONG_OPTIONS:
+        with pytest.raises(kind, match=message):
+            diagnose.run(context, options)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from bakehouse.probe.client import Completion
+from bakehouse.probe.client import JsonResponse
 from bakehouse.probe.models import Endpoint, SuiteInput, SuiteProof
 from bakehouse.probe.suites.fluency import BEGUN, SPARE, TASKS, Wrote, judge
 from bakehouse.recipe.models import Fluency, Probe
@@ -19,7 +19,10 @@ BROKEN = ("GGGGGGGGGGGGGGGGGGGGGGGGGGGG", "<|im_start|>assistant The bread is go
 
 
 def judged(*texts: str, wanted: int = 1) -> SuiteProof:
-    said = [Completion(text, finish_reason="stop", tokens=64, http_status=200) for text in texts]
+    said = [
+        JsonResponse(content=text, finish_reason="stop", tokens=64, http_status=200)
+        for text in texts
+    ]
     given = SuiteInput(Endpoint("http://x"), Probe(fluency=Fluency(texts=wanted)))
     wrote = (Wrote(task, one, 64) for task, one in zip(TASKS, said, strict=False))
     return judge(tuple(wrote), given)

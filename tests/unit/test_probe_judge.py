@@ -7,8 +7,16 @@ import random
 import pytest
 
 from bakehouse.models import Verdict
-from bakehouse.probe.answers import built_in, gate, judge, languages, must_pass, overall, questions
-from bakehouse.probe.client import Completion
+from bakehouse.probe.answers import (
+    built_in,
+    check_answers,
+    grade_answer,
+    languages,
+    must_pass,
+    overall,
+    questions,
+)
+from bakehouse.probe.client import JsonResponse
 from bakehouse.probe.text_quality import holds, normal
 from bakehouse.recipe.models import BUILT_IN, Facts, Question
 from bakehouse.runs.store import Answer
@@ -21,8 +29,8 @@ THREE = (CAPITAL, HOT, SUM)
 
 def verdict(question: Question, content: str, reasoning: str = "", finish: str = "stop") -> str:
     others = [q for q in THREE if q is not question]
-    said = Completion(content=content, reasoning=reasoning, finish_reason=finish)
-    return judge(question, said, others, asked_tokens=64).verdict
+    said = JsonResponse(content=content, reasoning=reasoning, finish_reason=finish)
+    return grade_answer(question, said, others, asked_tokens=64).verdict
 
 
 RIGHT = [
@@ -41,9 +49,8 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("question", "content", "reasoning", "finish"), RIGHT)
-def test_right(question: Question, content: str, reasoning: str, finish: str) -> None:
-    assert verdict(question, content, reasoning, finish) == "right"
+def test_grading_accepts_right_answers() -> None:
+    assert [row for row in RIGHT if verdict(*row) != "right"] == []
 
 
 WRONG = {
@@ -67,21 +74,20 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("question", "content"), WRONG.values(), ids=WRONG.keys())
-def test_wrong(question: Question, content: str) -> None:
-    assert verdict(question, content) == "wrong"
+def test_grading_refuses_wrong_answers() -> None:
+    assert [name for name, row in WRONG.items() if verdict(*row) != "wrong"] == []
 
 
 def test_where_the_answer_was_found_is_said() -> None:
-    in_reasoning = judge(
-        CAPITAL, Completion(content="Done.", reasoning="Paris", finish_reason="stop")
+    in_reasoning = grade_answer(
+        CAPITAL, JsonResponse(content="Done.", reasoning="Paris", finish_reason="stop")
     )
     assert in_reasoning.found_in == "reasoning"
-    in_thought = judge(
-        CAPITAL, Completion(content="<think>Paris</think>Done.", finish_reason="stop")
+    in_thought = grade_answer(
+        CAPITAL, JsonResponse(content="<think>Paris</think>Done.", finish_reason="stop")
     )
     assert in_thought.found_in == "reasoning"
-    assert judge(CAPITAL, Completion(content="Paris")).found_in == "content"
+    assert grade_answer(CAPITAL, JsonResponse(content="Paris")).found_in == "content"
 
 
 def test_raw_thinking_that_was_cut_off_without_an_answer_never_started() -> None:
@@ -93,37 +99,40 @@ def test_raw_thinking_that_was_cut_off_without_an_answer_never_started() -> None
 def test_an_empty_reply_that_ran_out_of_tokens_never_started() -> None:
     assert verdict(CAPITAL, "", "Okay, the user", "length") == "never started"
     assert verdict(CAPITAL, "", "", "length") == "never started"
-    no_reason = Completion(content="", tokens=64)
-    assert judge(CAPITAL, no_reason, asked_tokens=64).verdict == "never started"
-    assert judge(CAPITAL, Completion(content="", tokens=3), asked_tokens=64).verdict == "wrong"
+    no_reason = JsonResponse(content="", tokens=64)
+    assert grade_answer(CAPITAL, no_reason, asked_tokens=64).verdict == "never started"
+    assert (
+        grade_answer(CAPITAL, JsonResponse(content="", tokens=3), asked_tokens=64).verdict
+        == "wrong"
+    )
 
 
 def test_a_problem_is_unanswered_and_named() -> None:
-    judged = judge(CAPITAL, Completion(problem="HTTP 500: broken"))
+    judged = grade_answer(CAPITAL, JsonResponse(problem="HTTP 500: broken"))
     assert (judged.verdict, judged.why) == ("unanswered", "HTTP 500: broken")
 
 
 def test_a_plain_completion_is_judged_by_its_first_sentence() -> None:
     sentence = Question(ask="The capital of France is", answers=("Paris",), mode="completion")
-    good = Completion(
+    good = JsonResponse(
         content=" Paris.\n\nThe capital of France is Paris. The capital of France is Par"
     )
-    late = Completion(content=" a city. The capital of Italy is Rome. Paris is")
-    assert judge(sentence, good).verdict == "right"
-    assert judge(sentence, late).verdict == "wrong"
+    late = JsonResponse(content=" a city. The capital of Italy is Rome. Paris is")
+    assert grade_answer(sentence, good).verdict == "right"
+    assert grade_answer(sentence, late).verdict == "wrong"
 
 
 def test_the_answer_and_another_one_beside_it_is_right() -> None:
     german = Question(ask="What is the capital of Germany?", answers=("Berlin",))
-    said = Completion(content="Paris. (Berlin is the capital of Germany.)")
-    assert judge(CAPITAL, said, [german]).verdict == "right"
+    said = JsonResponse(content="Paris. (Berlin is the capital of Germany.)")
+    assert grade_answer(CAPITAL, said, [german]).verdict == "right"
 
 
 def answers_of(suite: tuple[Question, ...], texts: list[str]) -> tuple[Answer, ...]:
     made = []
     for question, text in zip(suite, texts, strict=True):
-        said = Completion(content=text, finish_reason="stop")
-        judged = judge(question, said, [q for q in suite if q is not question])
+        said = JsonResponse(content=text, finish_reason="stop")
+        judged = grade_answer(question, said, [q for q in suite if q is not question])
         made.append(
             Answer(
                 question=question.ask, mode=question.mode, wanted=question.answers,
@@ -134,7 +143,7 @@ def answers_of(suite: tuple[Question, ...], texts: list[str]) -> tuple[Answer, .
 
 
 def result(suite: tuple[Question, ...], texts: list[str], need: int) -> Verdict:
-    return overall(gate("facts", suite, answers_of(suite, texts), need))
+    return overall(check_answers("facts", suite, answers_of(suite, texts), need))
 
 
 def test_enough_right_answers_pass_and_too_few_fail() -> None:
@@ -146,48 +155,43 @@ def test_enough_right_answers_pass_and_too_few_fail() -> None:
 def test_what_was_not_answered_is_never_counted_as_passed_nor_as_wrong() -> None:
     right, _, wrong = answers_of(THREE, ["Paris", "cold", "5"])
     unanswered = right.model_copy(update={"verdict": "unanswered", "content": ""})
-    assert overall(gate("facts", THREE, (right, unanswered, unanswered), 2)) is Verdict.UNKNOWN
-    assert overall(gate("facts", THREE, (unanswered,) * 3, 1)) is Verdict.UNKNOWN
-    assert overall(gate("facts", THREE, (wrong, wrong, unanswered), 2)) is Verdict.FAILED
+    assert (
+        overall(check_answers("facts", THREE, (right, unanswered, unanswered), 2))
+        is Verdict.UNKNOWN
+    )
+    assert overall(check_answers("facts", THREE, (unanswered,) * 3, 1)) is Verdict.UNKNOWN
+    assert overall(check_answers("facts", THREE, (wrong, wrong, unanswered), 2)) is Verdict.FAILED
 
 
-@pytest.mark.parametrize("language", languages())
-@pytest.mark.parametrize("mode", ["chat", "completion"])
-class TestBuiltIn:
-    """What holds for every built-in set."""
+SETS = [(language, mode) for language in languages() for mode in ("chat", "completion")]
 
-    def test_is_well_made(self, language: str, mode: str) -> None:
-        suite = built_in(language, mode)
-        assert len(suite) == BUILT_IN
-        seen: set[str] = set()
-        for question in suite:
-            mine = {normal(a) for a in question.answers}
-            assert not mine & seen, "two questions with one answer"
-            assert not any(holds(normal(question.ask), a) for a in mine), "gives its answer away"
-            seen |= mine
 
-    def test_the_right_answers_pass(self, language: str, mode: str) -> None:
-        suite = built_in(language, mode)
-        assert result(suite, [q.answers[0] for q in suite], BUILT_IN) is Verdict.PASSED
-
-    def test_no_fixed_text_passes(self, language: str, mode: str) -> None:
-        suite = built_in(language, mode)
-        need = BUILT_IN - 1
-        everything = " ".join(a for q in suite for a in q.answers)
-        for text in ("", everything, everything * 20, suite[0].answers[0], "I am a language model"):
-            assert result(suite, [text] * BUILT_IN, need) is not Verdict.PASSED
-            echoed = [f"{q.ask} {text}" for q in suite]
-            assert result(suite, echoed, need) is not Verdict.PASSED
-            numbered = [f"{i}. {text}" for i in range(BUILT_IN)]
-            assert result(suite, numbered, need) is not Verdict.PASSED
-
-    def test_a_soup_of_a_thousand_words_does_not_pass(self, language: str, mode: str) -> None:
-        suite = built_in(language, mode)
-        words = [a for q in suite for a in q.answers] + [f"word{i}" for i in range(300)]
-        for seed in range(2):
-            mixer = random.Random(seed)
-            soups = [" ".join(mixer.choices(words, k=1000)) for _ in suite]
-            assert result(suite, soups, BUILT_IN - 1) is not Verdict.PASSED
+@pytest.mark.parametrize(("language", "mode"), SETS)
+def test_built_in_questions(language: str, mode: str) -> None:
+    suite = built_in(language, mode)
+    assert len(suite) == BUILT_IN
+    seen: set[str] = set()
+    for question in suite:
+        mine = {normal(a) for a in question.answers}
+        assert not mine & seen, "two questions with one answer"
+        assert not any(holds(normal(question.ask), a) for a in mine), "gives its answer away"
+        seen |= mine
+    assert result(suite, [q.answers[0] for q in suite], BUILT_IN) is Verdict.PASSED
+    # No fixed text passes.
+    need = BUILT_IN - 1
+    everything = " ".join(a for q in suite for a in q.answers)
+    for text in ("", everything, everything * 20, suite[0].answers[0], "I am a language model"):
+        assert result(suite, [text] * BUILT_IN, need) is not Verdict.PASSED
+        echoed = [f"{q.ask} {text}" for q in suite]
+        assert result(suite, echoed, need) is not Verdict.PASSED
+        numbered = [f"{i}. {text}" for i in range(BUILT_IN)]
+        assert result(suite, numbered, need) is not Verdict.PASSED
+    # A soup of a thousand words does not pass.
+    words = [a for q in suite for a in q.answers] + [f"word{i}" for i in range(300)]
+    for seed in range(2):
+        mixer = random.Random(seed)
+        soups = [" ".join(mixer.choices(words, k=1000)) for _ in suite]
+        assert result(suite, soups, BUILT_IN - 1) is not Verdict.PASSED
 
 
 def test_the_same_text_for_two_questions_that_share_an_answer_is_fine() -> None:

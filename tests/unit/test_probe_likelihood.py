@@ -95,11 +95,11 @@ class TestLikelihood:
         old = golden().model_copy(update={"data": "0" * 16})
         assert judged(scores(0.5), told=old).verdict == "true (provisional)"
 
-    @pytest.mark.parametrize("shift", [0.0, 0.003, -0.003])
-    def test_the_same_is_true(self, shift: float) -> None:
-        proof = judged(scores(shift))
-        assert (proof.verdict, failed(proof)) == ("true", set())
-        assert proof.figures["golden"]["difference"] == pytest.approx(shift, abs=1e-9)
+    def test_likelihood_of_the_same_server_is_true(self) -> None:
+        for shift in (0.0, 0.003, -0.003):
+            proof = judged(scores(shift))
+            assert (proof.verdict, failed(proof)) == ("true", set())
+            assert proof.figures["golden"]["difference"] == pytest.approx(shift, abs=1e-9)
 
     @pytest.mark.parametrize(
         ("known", "bound"),
@@ -109,32 +109,31 @@ class TestLikelihood:
             (OTHER_BACKEND, likelihood.OTHER_BACKEND),
         ],
     )
-    @pytest.mark.parametrize("sign", [1, -1])
-    def test_the_bound_is_two_sided_and_goes_by_the_cause_of_noise(
-        self, known: ServedModel, bound: likelihood.Bound, sign: int
+    def test_likelihood_bound_is_two_sided_and_depends_on_the_cause_of_noise(
+        self, known: ServedModel, bound: likelihood.Bound
     ) -> None:
-        assert judged(scores(sign * 0.9 * bound.mean), known).good
-        beyond = judged(scores(sign * 1.1 * bound.mean), known)
-        assert beyond.verdict == "wrong"
-        assert failed(beyond) == {".golden"}
+        for sign in (1, -1):
+            assert judged(scores(sign * 0.9 * bound.mean), known).good
+            beyond = judged(scores(sign * 1.1 * bound.mean), known)
+            assert beyond.verdict == "wrong"
+            assert failed(beyond) == {".golden"}
 
-    @pytest.mark.parametrize(
-        ("kind", "identity", "bound"),
-        [
+    def test_likelihood_bound_is_wider_for_a_coarse_cache(self) -> None:
+        rows = [
             ("q5_1", "other", likelihood.FIVE_BIT),
             ("q4_0", "other", likelihood.FOUR_BIT),
             ("iq4_nl", "other", likelihood.FOUR_BIT),
             ("q4_0", "same", likelihood.SAME_SERVER),
             ("q8_0", "other", likelihood.SAME_BACKEND),
-        ],
-    )
-    def test_a_coarse_cache_makes_more_of_another_rounding(
-        self, kind: str, identity: str, bound: likelihood.Bound
-    ) -> None:
-        known = replace(KNOWN, kv_cache=kind, identity=identity)
-        told = golden().model_copy(update={"kv_cache": kind})
-        assert judged(scores(0.9 * bound.mean), known, told).good
-        assert judged(scores(1.1 * bound.mean), known, told).verdict == "wrong"
+        ]
+        got = []
+        for kind, identity, bound in rows:
+            known = replace(KNOWN, kv_cache=kind, identity=identity)
+            told = golden().model_copy(update={"kv_cache": kind})
+            within = judged(scores(0.9 * bound.mean), known, told)
+            beyond = judged(scores(1.1 * bound.mean), known, told)
+            got.append((kind, identity, within.good, beyond.verdict))
+        assert got == [(kind, identity, True, "wrong") for kind, identity, _ in rows]
 
     def test_a_coarse_cache_never_makes_a_bound_tighter(self) -> None:
         known = replace(OTHER_BACKEND, kv_cache="q5_1")
@@ -276,16 +275,15 @@ class TestGolden:
         with pytest.raises(NotHealthy, match="golden values cannot be taken"):
             take_golden(server, endpoint(), KNOWN)
 
-    @pytest.mark.parametrize("text", ["", "{}", "[]", "{", '{"schema": 0}', "\x00"])
-    def test_a_damaged_file_is_an_error_that_says_so(self, tmp_path: Path, text: str) -> None:
+    def test_golden_refuses_a_damaged_file(self, tmp_path: Path) -> None:
         known = replace(KNOWN, goldens=tmp_path)
-        golden_path(known).write_text(text)
-        with pytest.raises(LockError, match="no golden values"):
-            read_golden(known)
+        for text in ("", "{}", "[]", "{", '{"schema": 0}', "\x00"):
+            golden_path(known).write_text(text)
+            with pytest.raises(LockError, match="no golden values"):
+                read_golden(known)
 
-    @pytest.mark.parametrize(
-        "edit",
-        [
+    def test_golden_refuses_an_edited_file(self, tmp_path: Path) -> None:
+        edits: list[Callable[[dict[str, Any]], Any]] = [
             lambda t: t["texts"]["prose"]["logprobs"].pop(),
             lambda t: t["texts"]["prose"]["logprobs"].append(-1.0),
             lambda t: t["texts"]["prose"]["tokens"].append(7),
@@ -297,18 +295,16 @@ class TestGolden:
             lambda t: t["places"][0]["tokens"].clear(),
             lambda t: t["places"][0]["logprobs"].pop(),
             lambda t: t.update(mean=2.5),
-        ],
-    )
-    def test_an_edited_file_is_an_error_and_no_traceback(
-        self, tmp_path: Path, edit: Callable[[dict[str, Any]], Any]
-    ) -> None:
+        ]
         known = replace(KNOWN, goldens=tmp_path)
         write_golden(known, TestReference.GOLDEN)
-        told = json.loads(golden_path(known).read_text())
-        edit(told)
-        golden_path(known).write_text(json.dumps(told))
-        with pytest.raises(LockError, match="no golden values"):
-            read_golden(known)
+        whole = golden_path(known).read_text()
+        for edit in edits:
+            told = json.loads(whole)
+            edit(told)
+            golden_path(known).write_text(json.dumps(told))
+            with pytest.raises(LockError, match="no golden values"):
+                read_golden(known)
 
     def test_a_newer_schema_says_so(self, tmp_path: Path) -> None:
         known = replace(KNOWN, goldens=tmp_path)

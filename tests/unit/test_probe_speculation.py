@@ -10,7 +10,7 @@ from bakehouse.engines.base import Counters
 from bakehouse.errors import NotCorrect, NotHealthy
 from bakehouse.models import Verdict
 from bakehouse.probe.client import Client
-from bakehouse.probe.logprobs import Spoken, Step, speak, step
+from bakehouse.probe.logprobs import Generated, NextToken, generate, next_token
 from bakehouse.probe.models import Endpoint, SuiteInput, SuiteProof
 from bakehouse.probe.runner import conclude, explain
 from bakehouse.probe.suites.base import run_suite
@@ -133,15 +133,15 @@ class Vllm(TinyModel):
 
 def test_vllm_is_held_against_itself_by_ids() -> None:
     talk = Client(Around(Vllm(swap={3: 1.9})), Endpoint("http://127.0.0.1:1", "m", engine="vllm"))
-    spoken = speak(talk, "a text", 8)
-    assert (spoken.prompt, spoken.drafted) == ([5, 6], None)
-    steps = tuple(step(talk, [*spoken.prompt, *spoken.tokens[:n]]) for n in range(8))
+    spoken = generate(talk, ["a text"], 8)
+    assert (spoken.prompt, spoken.drafted) == ((5, 6), None)
+    steps = tuple(next_token(talk, [*spoken.prompt, *spoken.tokens[:n]]) for n in range(8))
     [parting] = [p for p in gaps(Text("t", spoken, steps)) if p]
     assert (parting.place, round(parting.gap, 3)) == (3, 1.9)
 
 
 def test_the_counters_tell_where_answers_do_not() -> None:
-    text = Text("t", Spoken(["x"], (1,)))
+    text = Text("t", Generated(["x"], (1,)))
     made, kept = acceptance([text], Counters(draft_tokens=10, accepted=4), Speculation())
     assert made.passed
     assert kept.observed.startswith("4 of 10 (40.0%)")
@@ -150,7 +150,7 @@ def test_the_counters_tell_where_answers_do_not() -> None:
 
 def test_a_token_outside_the_likeliest_has_at_least_their_gap() -> None:
     likely = ((1, "a", -0.1), (2, "b", -3.0))
-    text = Text("t", Spoken(["x"], (9,)), (Step(likely),))
+    text = Text("t", Generated(["x"], (9,)), (NextToken(likely),))
     [parting] = gaps(text)
     assert parting is not None
     assert parting.at_least
@@ -158,27 +158,32 @@ def test_a_token_outside_the_likeliest_has_at_least_their_gap() -> None:
 
 
 def test_a_comparison_that_broke_off_is_unknown() -> None:
-    spoken = Spoken(["x"], (1, 2))
-    broken = Text("t", spoken, (Step(((1, "a", -0.1),)), Step(problem="HTTP 500: it broke")))
-    short = Text("t", spoken, (Step(((1, "a", -0.1),)),))
+    spoken = Generated(["x"], (1, 2))
+    broken = Text(
+        "t", spoken, (NextToken(((1, "a", -0.1),)), NextToken(problem="HTTP 500: it broke"))
+    )
+    short = Text("t", spoken, (NextToken(((1, "a", -0.1),)),))
     for text in (broken, short):
         assert {c.verdict for c in sameness([text], Speculation())} == {Verdict.UNKNOWN}
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
+def test_speculation_reports_odd_documents_as_problems() -> None:
+    documents: list[Any] = [
         {}, [], {"tokens": "x"}, {"tokens": [True]}, {"tokens": []},
         {"completion_probabilities": [{"top_logprobs": [{"id": "x", "logprob": -1}]}]},
         {"completion_probabilities": [{"top_logprobs": [{"id": 1, "logprob": float("nan")}]}]},
         {"completion_probabilities": [None]},
-    ],
-)  # fmt: skip
-def test_odd_documents_are_problems_and_no_tracebacks(data: Any) -> None:
-    class Odd(TinyModel):
-        def answer(self, path: str, body: dict[str, Any]) -> Reply:
-            return reply(data)
+    ]  # fmt: skip
 
-    talk = Client(Around(Odd()), Endpoint("http://127.0.0.1:1", engine="llama.cpp"))
-    assert speak(talk, "x", 4).problem
-    assert step(talk, ["x"]).problem
+    class Odd(TinyModel):
+        document: Any = None
+
+        def answer(self, path: str, body: dict[str, Any]) -> Reply:
+            return reply(self.document)
+
+    for document in documents:
+        odd = Odd()
+        odd.document = document
+        talk = Client(Around(odd), Endpoint("http://127.0.0.1:1", engine="llama.cpp"))
+        assert generate(talk, ["x"], 4).problem
+        assert next_token(talk, ["x"]).problem

@@ -71,28 +71,26 @@ def test_a_right_server_is_true(suite: SuiteName) -> None:
     assert proof.cost.tokens >= 7
 
 
-BAD: dict[str, tuple[Answer, SuiteVerdict]] = {
-    "refused": (lambda *_: Unreachable("connection refused", refused=True), "unstable"),
-    "503 for ever": (lambda *_: (503, {"error": {"message": "Loading model"}}), "unstable"),
-    "429": (lambda *_: (429, {"error": "slow down"}), "unstable"),
-    "500": (lambda *_: (500, {"error": "broken inside"}), "unstable"),
-    "error in 200": (lambda *_: {"error": {"message": "no such"}}, "unstable"),
-    "no choices": (lambda *_: {"choices": []}, "unstable"),
-    "a string": (lambda *_: "Paris", "unstable"),
-    "null": (lambda *_: None, "unstable"),
+BAD: dict[str, Answer] = {
+    "refused": lambda *_: Unreachable("connection refused", refused=True),
+    "503 for ever": lambda *_: (503, {"error": {"message": "Loading model"}}),
+    "429": lambda *_: (429, {"error": "slow down"}),
+    "500": lambda *_: (500, {"error": "broken inside"}),
+    "error in 200": lambda *_: {"error": {"message": "no such"}},
+    "no choices": lambda *_: {"choices": []},
+    "a string": lambda *_: "Paris",
+    "null": lambda *_: None,
 }
 
 
 @pytest.mark.parametrize("suite", [*CHAT_SUITES, "likelihood"])
-@pytest.mark.parametrize(("server", "verdict"), BAD.values(), ids=BAD.keys())
-def test_a_reply_of_no_use_has_a_name_in_every_suite(
-    suite: SuiteName, server: Answer, verdict: SuiteVerdict
-) -> None:
-    proof = judged(server, suite)
-    assert proof.verdict == verdict
-    assert proof.checks[0].verdict is Verdict.UNKNOWN
-    assert proof.hint
-    assert proof.cost.requests <= 10
+def test_suites_name_every_reply_of_no_use(suite: SuiteName) -> None:
+    got = {}
+    for name, server in BAD.items():
+        proof = judged(server, suite)
+        asked = proof.cost.requests <= 10
+        got[name] = (proof.verdict, proof.checks[0].verdict, bool(proof.hint), asked)
+    assert got == dict.fromkeys(BAD, ("unstable", Verdict.UNKNOWN, True, True))
 
 
 @pytest.mark.parametrize("suite", CHAT_SUITES)
@@ -107,24 +105,21 @@ def test_a_model_that_only_thinks_never_started(suite: SuiteName) -> None:
 
 
 class TestFluency:
-    @pytest.mark.parametrize(
-        "text", ["?" * 40, "<|eom|>_cassistant_", "\n_con_c\n\nThe\n", "I am a cat. " * 20, ""]
-    )
-    def test_degenerate_text_is_wrong(self, text: str) -> None:
-        proof = judged(lambda *_: chat(text), "fluency")
-        assert (proof.verdict, proof.checks[0].verdict) == ("wrong", Verdict.FAILED)
+    def test_fluency_refuses_degenerate_text(self) -> None:
+        for text in ("?" * 40, "\n_con_c\n\nThe\n", "I am a cat. " * 20, ""):
+            proof = judged(lambda *_, t=text: chat(t), "fluency")
+            assert (text, proof.verdict) == (text, "wrong")
+            assert proof.checks[0].verdict is Verdict.FAILED
 
-    @pytest.mark.parametrize(
-        "said",
-        [
+    def test_fluency_accepts_raw_reasoning_and_a_cut_off_text(self) -> None:
+        replies = [
             chat(f"to=self The user wants a text. to=user {SEA}"),
             chat(f"<think>They ask for the sea.</think>{SEA}"),
             chat("", "length", reasoning_content=SEA),
             chat(SEA[:120], "length"),
-        ],
-    )
-    def test_raw_reasoning_and_a_cut_off_text_are_fluent(self, said: dict[str, Any]) -> None:
-        assert judged(lambda *_: said, "fluency").verdict == "true"
+        ]
+        got = [judged(lambda *_, r=reply: r, "fluency").verdict for reply in replies]
+        assert got == ["true"] * 4
 
     def test_a_text_may_be_gone_on_with(self) -> None:
         def plain(path: str, body: dict[str, Any]) -> Any:
@@ -186,17 +181,17 @@ class TestContext:
             assert text.index(sentence) / len(text) == pytest.approx(depth / 100, abs=0.08)
             assert text == context.prompt(1024, depth, sentence, about)
 
-    @pytest.mark.parametrize(
-        ("room", "wanted", "tokens"),
-        [
+    def test_context_length(self) -> None:
+        rows: list[tuple[int | None, dict[str, Any], int]] = [
             (None, {}, 1024), (8192, {}, 1024), (600, {}, 472), (200, {}, 256),
             (8192, {"whole": True}, 8064), (None, {"whole": True}, 1024),
             (8192, {"tokens": 300}, 300),
-        ],
-    )  # fmt: skip
-    def test_its_length(self, room: int | None, wanted: dict[str, Any], tokens: int) -> None:
-        probe = Probe.model_validate({"context": wanted})
-        assert context.length(SuiteInput(endpoint(context=room), probe)) == tokens
+        ]  # fmt: skip
+        got = []
+        for room, wanted, _ in rows:
+            probe = Probe.model_validate({"context": wanted})
+            got.append((room, wanted, context.length(SuiteInput(endpoint(context=room), probe))))
+        assert got == rows
 
     def test_what_is_not_found_is_named(self) -> None:
         def forgets(path: str, body: dict[str, Any]) -> Any:
@@ -232,24 +227,27 @@ JSON_FAULTS = {
 
 
 class TestJson:
-    @pytest.mark.parametrize("text", [PARIS, f"```json\n{PARIS}\n```", f" {PARIS}\n"])
-    def test_an_object_that_the_schema_allows(self, text: str) -> None:
-        assert judged(lambda *_: chat(text), "json").verdict == "true"
-
-    @pytest.mark.parametrize("text", JSON_FAULTS.values(), ids=JSON_FAULTS.keys())
-    def test_any_other_is_wrong(self, text: str) -> None:
-        assert judged(lambda *_: chat(text), "json").verdict == "wrong"
+    def test_json_accepts_only_an_object_that_the_schema_allows(self) -> None:
+        good = (PARIS, f"```json\n{PARIS}\n```", f" {PARIS}\n")
+        got = [judged(lambda *_, t=text: chat(t), "json").verdict for text in good]
+        assert got == ["true"] * 3
+        faults = {
+            name: judged(lambda *_, t=text: chat(t), "json").verdict
+            for name, text in JSON_FAULTS.items()
+        }
+        assert faults == dict.fromkeys(JSON_FAULTS, "wrong")
 
     def test_thoughts_that_stand_in_the_content_although_they_are_parsed(self) -> None:
         raw = f"<think>Hm.</think>{PARIS}"
         assert judged(lambda *_: chat(raw), "json").verdict == "true"
         assert judged(lambda *_: chat(raw, reasoning="Hm."), "json").verdict == "wrong"
 
-    @pytest.mark.parametrize("status", [400, 404, 501])
-    def test_a_server_that_refuses_is_unable(self, status: int) -> None:
-        for suite in ("json", "tools"):
-            proof = judged(lambda *_: (status, {"error": "response_format"}), suite)
-            assert proof.verdict == "unable"
+    def test_json_and_tools_are_unable_if_the_server_refuses(self) -> None:
+        suites: tuple[SuiteName, ...] = ("json", "tools")
+        for suite in suites:
+            for status in (400, 404, 501):
+                reply = (status, {"error": "response_format"})
+                assert judged(lambda *_, r=reply: r, suite).verdict == "unable"
 
 
 def called(function: Any, finish: str = "tool_calls") -> Answer:
@@ -257,22 +255,16 @@ def called(function: Any, finish: str = "tool_calls") -> Answer:
 
 
 class TestTools:
-    @pytest.mark.parametrize(
-        "function", [CALL, {**CALL, "arguments": {"unit": "celsius", "city": "Paris"}}]
-    )
-    def test_the_right_call(self, function: Any) -> None:
-        assert judged(called(function), "tools").verdict == "true"
-
-    @pytest.mark.parametrize(
-        "function",
-        [
+    def test_tools_accepts_only_the_right_call(self) -> None:
+        for right in (CALL, {**CALL, "arguments": {"unit": "celsius", "city": "Paris"}}):
+            assert judged(called(right), "tools").verdict == "true"
+        wrong: list[Any] = [
             None, "get_weather", {}, {**CALL, "name": "get_time"}, {**CALL, "arguments": "Paris"},
             {**CALL, "arguments": '{"city": "Paris"}'}, {**CALL, "arguments": None},
             {**CALL, "arguments": json.dumps({"city": "Oslo", "unit": "celsius"})},
-        ],
-    )  # fmt: skip
-    def test_any_other_call_is_wrong(self, function: Any) -> None:
-        assert judged(called(function), "tools").verdict == "wrong"
+        ]  # fmt: skip
+        got = [judged(called(function), "tools").verdict for function in wrong]
+        assert got == ["wrong"] * len(wrong)
 
     def test_no_call_is_wrong_unless_the_budget_ended(self) -> None:
         assert judged(lambda *_: chat("It rains."), "tools").verdict == "wrong"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import string
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,73 +19,70 @@ from bakehouse.probe.text_quality import (
     without_echo,
 )
 
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("2+2=4.", "4"),
-        ("**4**", "4"),
-        (r"\boxed{4}", "4"),
-        ("the answer is 4, of course", "4"),
-        ("答案是4个", "4"),
-        ("４", "4"),
-        ("٤", "4"),
-        ("④", "4"),
-        ("H₂O", "H2O"),
-        ("H<sub>2</sub>O", "h2o"),
-        ("H_2O, water", "H2O"),
-        (r"$\mathrm{H}_2\mathrm{O}$", "H2O"),
-        (r"\(\text{H}_2\text{O}\)", "H2O"),
-        ("H~2~O", "H2O"),
-        ("PARIS!", "Paris"),
-        ("_Paris_", "Paris"),
-        ("`Paris`", "Paris"),
-        ("Paris's", "Paris"),
-        ("New\n  York", "New York"),
-        ("Pa\u00adris", "Paris"),
-        ("die Straße", "STRASSE"),
-        ("Sao\u0301", "Saó"),
-        ("法国的首都是巴黎。", "巴黎"),
-        ("日本の首都は東京です", "東京"),
-        ("프랑스의 수도는 파리입니다", "파리"),
-        ("เมืองหลวงคือปารีสครับ", "ปารีส"),
-        ("答案：七", "七"),
-        ("столица — Париж", "париж"),
-        ("about 4 (four)", "four"),
-        ("four-legged", "four"),
-        ("day-7", "7"),
-    ],
-)
-def test_found(text: str, answer: str) -> None:
-    assert holds(normal(text), normal(answer))
+FOUND = [
+    ("2+2=4.", "4"),
+    ("**4**", "4"),
+    (r"\boxed{4}", "4"),
+    ("the answer is 4, of course", "4"),
+    ("答案是4个", "4"),
+    ("４", "4"),
+    ("٤", "4"),
+    ("④", "4"),
+    ("H₂O", "H2O"),
+    ("H<sub>2</sub>O", "h2o"),
+    ("H_2O, water", "H2O"),
+    (r"$\mathrm{H}_2\mathrm{O}$", "H2O"),
+    (r"\(\text{H}_2\text{O}\)", "H2O"),
+    ("H~2~O", "H2O"),
+    ("PARIS!", "Paris"),
+    ("_Paris_", "Paris"),
+    ("`Paris`", "Paris"),
+    ("Paris's", "Paris"),
+    ("New\n  York", "New York"),
+    ("Pa\u00adris", "Paris"),
+    ("die Straße", "STRASSE"),
+    ("Sao\u0301", "Saó"),
+    ("法国的首都是巴黎。", "巴黎"),
+    ("日本の首都は東京です", "東京"),
+    ("프랑스의 수도는 파리입니다", "파리"),
+    ("เมืองหลวงคือปารีสครับ", "ปารีส"),
+    ("答案：七", "七"),
+    ("столица — Париж", "париж"),
+    ("about 4 (four)", "four"),
+    ("four-legged", "four"),
+    ("day-7", "7"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("14", "4"),
-        ("4.5", "4"),
-        ("3.4", "4"),
-        ("4,000", "4"),
-        ("it is -4", "4"),
-        ("-4", "4"),
-        ("4²", "42"),
-        ("b4", "4"),
-        ("twenty-four", "four"),
-        ("twenty four", "four"),
-        ("seventeen", "seven"),
-        ("Parisian", "Paris"),
-        ("comparison", "paris"),
-        ("scold", "cold"),
-        ("H2O2", "H2O"),
-        ("七十七", "七"),
-        ("十四", "四"),
-        ("", "4"),
-        ("anything", ""),
-    ],
-)
-def test_not_found(text: str, answer: str) -> None:
-    assert not holds(normal(text), normal(answer))
+def test_answers_are_found_as_whole_words() -> None:
+    assert [row for row in FOUND if not holds(normal(row[0]), normal(row[1]))] == []
+
+
+NOT_FOUND = [
+    ("14", "4"),
+    ("4.5", "4"),
+    ("3.4", "4"),
+    ("4,000", "4"),
+    ("it is -4", "4"),
+    ("-4", "4"),
+    ("4²", "42"),
+    ("b4", "4"),
+    ("twenty-four", "four"),
+    ("twenty four", "four"),
+    ("seventeen", "seven"),
+    ("Parisian", "Paris"),
+    ("comparison", "paris"),
+    ("scold", "cold"),
+    ("H2O2", "H2O"),
+    ("七十七", "七"),
+    ("十四", "四"),
+    ("", "4"),
+    ("anything", ""),
+]
+
+
+def test_answers_are_not_found_in_other_words_and_numbers() -> None:
+    assert [row for row in NOT_FOUND if holds(normal(row[0]), normal(row[1]))] == []
 
 
 @given(st.text())
@@ -101,22 +97,24 @@ def test_a_word_between_marks_is_found(word: str, marks: str) -> None:
     assert holds(normal(f"{marks} {word} {marks}"), normal(word))
 
 
-@pytest.mark.parametrize(
-    ("text", "question", "left"),
-    [
-        ("The opposite of hot is cold.", "What is the opposite of hot?", "cold"),
-        ("What is the opposite of hot?", "What is the opposite of hot?", ""),
-        ("What is 2+2? 4", "What is 2+2?", "4"),
-        ("2+2=4", "2+2=", "4"),
-        ("法国的首都是巴黎", "法国的首都是哪里？", "巴黎"),
-        ("Which is bigger, 9.11 or 9.8? 9.8", "Which is bigger, 9.11 or 9.8?", "9.8"),
-        ("nothing in common", "What is the capital of Germany?", "nothing in common"),
-    ],
-)
-def test_the_echo_of_a_question_goes(text: str, question: str, left: str) -> None:
-    rest = without_echo(normal(text), normal(question))
-    words = [w for w in rest.replace("?", " ").split() if w not in (".", "is")]
-    assert " ".join(words).strip(" .=") == left
+ECHOES = [
+    ("The opposite of hot is cold.", "What is the opposite of hot?", "cold"),
+    ("What is the opposite of hot?", "What is the opposite of hot?", ""),
+    ("What is 2+2? 4", "What is 2+2?", "4"),
+    ("2+2=4", "2+2=", "4"),
+    ("法国的首都是巴黎", "法国的首都是哪里？", "巴黎"),
+    ("Which is bigger, 9.11 or 9.8? 9.8", "Which is bigger, 9.11 or 9.8?", "9.8"),
+    ("nothing in common", "What is the capital of Germany?", "nothing in common"),
+]
+
+
+def test_text_loses_the_echo_of_its_question() -> None:
+    got = []
+    for text, question, _ in ECHOES:
+        rest = without_echo(normal(text), normal(question))
+        words = [w for w in rest.replace("?", " ").split() if w not in (".", "is")]
+        got.append(" ".join(words).strip(" .="))
+    assert got == [left for _, _, left in ECHOES]
 
 
 LOOPS = [
@@ -138,18 +136,9 @@ PROSE = [
 ]
 
 
-@pytest.mark.parametrize("text", LOOPS)
-def test_loops_are_seen(text: str) -> None:
-    assert loops(normal(text))
-
-
-@pytest.mark.parametrize("text", PROSE)
-def test_prose_does_not_loop_and_is_no_list(text: str) -> None:
-    assert not loops(normal(text))
-    assert not lists(text)
-
-
-def test_few_words_in_random_order_are_a_loop() -> None:
+def test_loops_are_detected_and_prose_is_neither_a_loop_nor_a_list() -> None:
+    assert [text for text in LOOPS if not loops(normal(text))] == []
+    assert [text for text in PROSE if loops(normal(text)) or lists(text)] == []
     mixer = random.Random(1)
     words = mixer.choices(["paris", "the", "of", "is", "france"], k=120)
     assert loops(" ".join(words))
@@ -162,25 +151,23 @@ def test_many_short_items_are_a_list() -> None:
     assert lists("北京、东京、巴黎、伦敦、柏林、罗马、马德里、维也纳、布拉格、雅典、奥斯陆、伯尔尼")
 
 
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
+DENIALS = [
         ("it is not paris.", False), ("it isn't the 4", False), ("this was never 4", True),
         ("i wonder whether it is paris or not", False), ("das ist nicht berlin", False),
         ("not rome, but paris", True), ("it is not only paris", True),
         ("it is paris, not rome", True),
-    ],
-)  # fmt: skip
-def test_what_a_text_denies_it_does_not_say(text: str, left: bool) -> None:
-    held = asserted(text)
-    assert any(holds(held, answer) for answer in ("paris", "4", "berlin")) is left
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "text", ["x<br>4", "<p>4</p>", "thought<channel|>4", "a<|end|>4", "<td>4</td>"]
-)
-def test_a_tag_parts_two_words(text: str) -> None:
-    assert holds(normal(text), "4")
+def test_text_does_not_assert_what_it_denies() -> None:
+    answers = ("paris", "4", "berlin")
+    got = [(text, any(holds(asserted(text), a) for a in answers)) for text, _ in DENIALS]
+    assert got == DENIALS
+
+
+def test_tags_separate_words() -> None:
+    texts = ["x<br>4", "<p>4</p>", "thought<channel|>4", "a<|end|>4", "<td>4</td>"]
+    assert [text for text in texts if not holds(normal(text), "4")] == []
 
 
 def test_marks_without_end_are_cut() -> None:

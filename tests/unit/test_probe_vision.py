@@ -11,18 +11,18 @@ import pytest
 from PIL import Image
 
 from bakehouse.errors import NotCorrect, NotHealthy
-from bakehouse.probe.client import Completion
+from bakehouse.probe.client import JsonResponse
 from bakehouse.probe.models import Endpoint, SuiteInput, SuiteProof
 from bakehouse.probe.runner import conclude, explain
 from bakehouse.probe.suites.base import run_suite
 from bakehouse.probe.suites.vision import (
     COLOURS,
     SUITE,
-    colours,
+    grade_colours,
+    grade_reading,
     levenshtein,
     make,
     printed,
-    reading,
 )
 from bakehouse.recipe.models import Probe
 from tests.support.tiny_model import Around, TinyModel
@@ -157,53 +157,65 @@ def test_a_server_that_is_gone_is_unstable_and_lost() -> None:
     assert proof.lost
 
 
-@pytest.mark.parametrize(
-    ("said", "wanted", "verdict"),
-    [
-        ("Red", ["red"], "right"),
-        ("The image is **red**.", ["red"], "right"),
-        ("<think>maybe blue</think>Red", ["red"], "right"),
-        ("It is not blue, it is red", ["red"], "wrong"),
-        ("red, green, blue, yellow, black, white", ["red"], "wrong"),
-        ("reddish", ["red"], "wrong"),
-        ("1. Red\n2. Blue\n3. White", ["red", "blue", "white"], "right"),
-        ("Blue, red, white", ["red", "blue", "white"], "wrong"),
-        ("Red, blue", ["red", "blue", "white"], "wrong"),
-        ("", ["red"], "wrong"),
-    ],
-)
-def test_colours_are_named_alone_and_in_order(said: str, wanted: list[str], verdict: str) -> None:
-    assert colours(Completion(content=said, finish_reason="stop"), wanted).verdict == verdict
+COLOUR_ROWS = [
+    ("Red", ["red"], "right"),
+    ("The image is **red**.", ["red"], "right"),
+    ("<think>maybe blue</think>Red", ["red"], "right"),
+    ("It is not blue, it is red", ["red"], "wrong"),
+    ("red, green, blue, yellow, black, white", ["red"], "wrong"),
+    ("reddish", ["red"], "wrong"),
+    ("1. Red\n2. Blue\n3. White", ["red", "blue", "white"], "right"),
+    ("Blue, red, white", ["red", "blue", "white"], "wrong"),
+    ("Red, blue", ["red", "blue", "white"], "wrong"),
+    ("", ["red"], "wrong"),
+]
 
 
-@pytest.mark.parametrize(
-    ("said", "most", "verdict"),
-    [
-        (LINE, 0, "right"),
-        ("The image says:\n\n> THE SILVER ROBOT READS\n> SEVEN BLUE MAPS.", 2, "right"),
-        (f'It reads "{LINE}"', 0, "right"),
-        (LINE.capitalize(), 0, "right"),
-        ("THE SILVER ROBOT READS\nSEVEN BLUE MAPS.", 0, "right"),
-        (LINE.replace("SEVEN", "ELEVEN"), 0, "wrong"),
-        (LINE.replace("MAPS", "MAP"), 0, "wrong"),
-        (LINE.replace("MAPS", "MAP"), 1, "right"),
-        (f"{'x ' * 400}{LINE}", 0, "wrong"),
-        ("I cannot read it.", 3, "wrong"),
-    ],
-)
-def test_print_is_read_within_its_distance(said: str, most: int, verdict: str) -> None:
-    assert reading(Completion(content=said, finish_reason="stop"), LINE, most).verdict == verdict
+def test_vision_grades_colours_by_name_and_order() -> None:
+    got = [
+        (
+            text,
+            wanted,
+            grade_colours(JsonResponse(content=text, finish_reason="stop"), wanted).verdict,
+        )
+        for text, wanted, _ in COLOUR_ROWS
+    ]
+    assert got == COLOUR_ROWS
+
+
+READING_ROWS = [
+    (LINE, 0, "right"),
+    ("The image says:\n\n> THE SILVER ROBOT READS\n> SEVEN BLUE MAPS.", 2, "right"),
+    (f'It reads "{LINE}"', 0, "right"),
+    (LINE.capitalize(), 0, "right"),
+    ("THE SILVER ROBOT READS\nSEVEN BLUE MAPS.", 0, "right"),
+    (LINE.replace("SEVEN", "ELEVEN"), 0, "wrong"),
+    (LINE.replace("MAPS", "MAP"), 0, "wrong"),
+    (LINE.replace("MAPS", "MAP"), 1, "right"),
+    (f"{'x ' * 400}{LINE}", 0, "wrong"),
+    ("I cannot read it.", 3, "wrong"),
+]
+
+
+def test_vision_grades_a_reading_by_its_distance() -> None:
+    got = [
+        (
+            text,
+            most,
+            grade_reading(JsonResponse(content=text, finish_reason="stop"), LINE, most).verdict,
+        )
+        for text, most, _ in READING_ROWS
+    ]
+    assert got == READING_ROWS
 
 
 def test_only_thinking_is_no_answer() -> None:
-    said = Completion(content="<think>a red thing", finish_reason="length")
-    assert colours(said, ["red"]).verdict == "never started"
-    assert reading(Completion(problem="HTTP 500"), LINE, 0).verdict == "unanswered"
+    said = JsonResponse(content="<think>a red thing", finish_reason="length")
+    assert grade_colours(said, ["red"]).verdict == "never started"
+    assert grade_reading(JsonResponse(problem="HTTP 500"), LINE, 0).verdict == "unanswered"
 
 
-@pytest.mark.parametrize(
-    ("wanted", "text", "distance"),
-    [("", "abc", 0), ("abc", "", 3), ("abc", "xxabcxx", 0), ("abc", "xxacxx", 1), ("ab", "ba", 1)],
-)
-def test_levenshtein_to_the_nearest_piece(wanted: str, text: str, distance: int) -> None:
-    assert levenshtein(wanted, text) == distance
+def test_vision_measures_the_distance_to_the_nearest_piece() -> None:
+    rows = [("", "abc", 0), ("abc", "", 3), ("abc", "xxabcxx", 0), ("abc", "xxacxx", 1)]
+    rows.append(("ab", "ba", 1))
+    assert [(wanted, text, levenshtein(wanted, text)) for wanted, text, _ in rows] == rows

@@ -1,7 +1,7 @@
-"""What a suite is: a part that asks, and a part that judges what was heard.
+"""A suite: one function sends requests, another checks the replies.
 
-The asking part talks to a server and never judges; the judging part is pure, so that it is tested
-on recorded answers. Neither raises for what a server does.
+The first talks to a server and never checks; the second is pure, so that it is tested on recorded
+replies. Neither raises for what a server does.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from bakehouse.probe.client import DEFAULT_LIMITS, Client, ProbeContext, Request
 from bakehouse.probe.models import SuiteInput, SuiteProof
 from bakehouse.recipe.models import SuiteName
 
-Heard = TypeVar("Heard")
+Replies = TypeVar("Replies")
 
 
 @dataclass(frozen=True)
-class Suite(Generic[Heard]):
+class Suite(Generic[Replies]):
     """One suite, by the name that recipes call it."""
 
     name: SuiteName
-    ask: Callable[[Client, SuiteInput], Heard]
-    judge: Callable[[Heard, SuiteInput], SuiteProof]
+    ask: Callable[[Client, SuiteInput], Replies]
+    judge: Callable[[Replies, SuiteInput], SuiteProof]
 
 
 def run_suite(
     ctx: ProbeContext,
-    suite: Suite[Heard],
+    suite: Suite[Replies],
     given: SuiteInput,
     patience: RequestLimits = DEFAULT_LIMITS,
 ) -> SuiteProof:
-    """Ask and judge one suite; the proof says what it cost."""
+    """Run one suite; the proof says what it cost."""
     talk = Client(ctx, given.endpoint, patience)
-    heard = suite.ask(talk, given)
+    replies = suite.ask(talk, given)
     cost = talk.cost
-    return replace(suite.judge(heard, given), cost=cost)
+    return replace(suite.judge(replies, given), cost=cost)

@@ -10,9 +10,8 @@ import random
 from dataclasses import dataclass, replace
 
 from bakehouse.models import check
-from bakehouse.probe.answers import Judgement
-from bakehouse.probe.answers import judge as judge_reply
-from bakehouse.probe.client import Asker, Client, Completion
+from bakehouse.probe.answers import grade_answer, record_answer
+from bakehouse.probe.client import Client, JsonResponse
 from bakehouse.probe.models import SuiteInput, SuiteProof
 from bakehouse.probe.suites.base import Suite
 from bakehouse.recipe.models import Question
@@ -44,11 +43,11 @@ class Found:
 
     depth: int
     question: Question
-    said: Completion
+    reply: JsonResponse
 
 
 def haystack(tokens: int, seed: int = SEED) -> list[str]:
-    """Make sentences of about so many tokens in all; the same ones for the same seed."""
+    """Make sentences of about this many tokens in all; the same ones for the same seed."""
     chosen = random.Random(seed)  # noqa: S311 - text, not secrets
     parts = (_WHO, _DID, _WHERE, _WHEN)
     count = max(10, int(tokens / _WORDS))
@@ -56,7 +55,7 @@ def haystack(tokens: int, seed: int = SEED) -> list[str]:
 
 
 def length(given: SuiteInput) -> int:
-    """Give the tokens of the prompt: as the recipe says, within the context where it is known."""
+    """Tokens of the prompt: as the recipe says, within the context if it is known."""
     wanted, room = given.probe.context, given.endpoint.context
     free = room - given.probe.request.max_tokens - MARGIN if room else None
     if wanted.whole and free:
@@ -75,27 +74,34 @@ def prompt(tokens: int, depth: int, sentence: str, about: str) -> str:
 
 def ask(talk: Client, given: SuiteInput) -> tuple[Found, ...]:
     """Ask for each needle in a prompt of its own."""
-    asker = Asker(talk, given.probe.request)
     found: list[Found] = []
     with talk.progress.bar("probe", "needles") as bar:
         for depth, sentence, about, answer in NEEDLES:
             long = prompt(length(given), depth, sentence, about)
-            said = asker.ask(Question(ask=long, answers=(answer,)))
+            reply = talk.ask(Question(ask=long, answers=(answer,)), given.probe.request)
             short = Question(ask=f"What is the secret word of {about}?", answers=(answer,))
-            found.append(Found(depth, short, said))
+            found.append(Found(depth, short, reply))
             bar.update(len(found), len(NEEDLES), "context")
-            if said.lost:
+            if reply.lost:
                 break
     return tuple(found)
 
 
 def judge(found: tuple[Found, ...], given: SuiteInput) -> SuiteProof:
-    """Enough needles must be found: all, where the recipe does not say."""
+    """Check that enough needles were found: all, unless the recipe says otherwise."""
     tokens = length(given)
-    answers = tuple(_answer(one, tokens, given, found) for one in found)
+    budget = given.probe.request.max_tokens
+    answers: list[Answer] = []
+    for one in found:
+        others = [f.question for f in found if f is not one]
+        grade = grade_answer(one.question, one.reply, others, asked_tokens=budget)
+        if grade.verdict == "right":
+            grade = replace(grade, why=f"{grade.why}, at {one.depth}%")
+        question = f"{one.question.ask} (at {one.depth}% of about {tokens} tokens)"
+        answers.append(record_answer(question, one.reply, grade, one.question.answers))
     missed = [a for a in answers if a.verdict == "wrong"]
     mute = [a for a in answers if a.verdict in ("unanswered", "never started")]
-    first = (missed or mute or list(answers))[0]
+    first = (missed or mute or answers)[0]
     right = sum(a.verdict == "right" for a in answers)
     wanted = given.probe.context.must_find
     possible = right + len(mute) + len(NEEDLES) - len(answers)
@@ -118,26 +124,9 @@ def judge(found: tuple[Found, ...], given: SuiteInput) -> SuiteProof:
         summary = f"{summary}; {first.why}"
         hint = "compare probe.context.tokens with the served context, and look at the server's log"
     return SuiteProof(
-        "context", verdict, summary, (seen,), answers,
+        "context", verdict, summary, (seen,), tuple(answers),
         {"about_tokens": tokens, "found": right, "seed": SEED},
-        hint=hint, lost=any(one.said.lost for one in found),
-    )  # fmt: skip
-
-
-def _answer(one: Found, tokens: int, given: SuiteInput, found: tuple[Found, ...]) -> Answer:
-    others = [f.question for f in found if f is not one]
-    judged: Judgement = judge_reply(
-        one.question, one.said, others, asked_tokens=given.probe.request.max_tokens
-    )
-    if judged.verdict == "right":
-        judged = replace(judged, why=f"{judged.why}, at {one.depth}%")
-    said = one.said
-    return Answer(
-        question=f"{one.question.ask} (at {one.depth}% of about {tokens} tokens)", mode="chat",
-        wanted=one.question.answers, content=said.content, reasoning=said.reasoning,
-        finish_reason=said.finish_reason, verdict=judged.verdict, why=judged.why,
-        found_in=judged.found_in, tokens=said.tokens, seconds=round(said.seconds, 3),
-        http_status=said.http_status,
+        hint=hint, lost=any(one.reply.lost for one in found),
     )  # fmt: skip
 
 

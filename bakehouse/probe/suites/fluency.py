@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bakehouse.models import check
-from bakehouse.probe.answers import never_started
-from bakehouse.probe.client import Asker, Client, Completion, larger_budget, split_thoughts
+from bakehouse.probe.answers import Judgement, out_of_tokens, record_answer
+from bakehouse.probe.client import Client, JsonResponse, larger_budget, split_thoughts
 from bakehouse.probe.models import SuiteInput, SuiteProof
 from bakehouse.probe.suites.base import Suite
 from bakehouse.probe.text_quality import LOOPS, find_defects, normal, tokens, without_echo
 from bakehouse.recipe.models import Question
-from bakehouse.runs.store import Answer, SuiteVerdict
+from bakehouse.runs.store import SuiteVerdict
 
 TASKS = (
     "Write a short paragraph about the sea.",
@@ -27,72 +27,72 @@ BEGUN = (
     "In winter the town was quiet, and",
     "A clock on the wall",
 )
-"""For a model that goes on with texts."""
+"""For a model that continues texts."""
 SPARE = 1
-"""So many more texts are asked for where texts did nothing worse than repeat themselves: greedy
+"""How many more texts to ask for if texts did nothing worse than repeat themselves: greedy
 decoding leads a small healthy model into a loop now and then (SmolLM2-135M, with one of the tasks
 above, when only flash attention is switched off); a broken one loops with every task."""
 ENOUGH = 5
-"""So many words a text that was asked for must have."""
+"""Words that a text must have at least."""
 
 
 @dataclass(frozen=True)
 class Wrote:
-    """What was written for one task, with a budget of `asked` tokens."""
+    """The reply to one task, which had a budget of `asked` tokens."""
 
     task: str
-    said: Completion
+    reply: JsonResponse
     asked: int
+
+    @property
+    def text(self) -> str:
+        """The answer, else the thoughts, which must be as fluent."""
+        answer, thoughts = split_thoughts(self.reply.content)
+        return answer if answer.strip() else self.reply.reasoning or thoughts
+
+    @property
+    def only_loops(self) -> bool:
+        """Whether repeating itself is all that is wrong with the text."""
+        found = {flaw.id for flaw in find_defects(self.text)}
+        return bool(found) and found <= LOOPS
 
 
 def ask(talk: Client, given: SuiteInput) -> tuple[Wrote, ...]:
-    """Let texts be written; once more with more room where the budget ended before any."""
-    wanted = given.probe.fluency
-    asker = Asker(talk, given.probe.request)
+    """Ask for texts; once more with more room if the budget ended before any text."""
+    wanted, request = given.probe.fluency, given.probe.request
     wrote: list[Wrote] = []
     with talk.progress.bar("probe", "texts") as bar:
         for task in TASKS if wanted.mode == "chat" else BEGUN:
-            loops = sum(map(_only_loops, wrote))
+            loops = sum(one.only_loops for one in wrote)
             if len(wrote) >= wanted.texts + min(loops, SPARE):
                 break
             question = Question(ask=task, answers=("any text",), mode=wanted.mode)
-            wrote.append(_write(asker, question, wanted.max_tokens, given))
+            budget = wanted.max_tokens
+            one = Wrote(task, talk.ask(question, request, budget), budget)
+            larger = larger_budget(budget, given.endpoint.context)
+            empty = one.reply.problem is None and not one.text.strip()
+            if larger and empty and out_of_tokens(one.reply, budget):
+                one = Wrote(task, talk.ask(question, request, larger), larger)
+            wrote.append(one)
             bar.update(len(wrote), wanted.texts, "fluency")
-            if wrote[-1].said.lost:
+            if one.reply.lost:
                 break
     return tuple(wrote)
 
 
-def _write(asker: Asker, question: Question, budget: int, given: SuiteInput) -> Wrote:
-    task = question.ask
-    said = asker.ask(question, budget)
-    larger = larger_budget(budget, given.endpoint.context)
-    if said.problem or _text(said).strip() or not larger or not never_started(said, "", budget):
-        return Wrote(task, said, budget)
-    return Wrote(task, asker.ask(question, larger), larger)
-
-
-def _only_loops(wrote: Wrote) -> bool:
-    """Whether all that is wrong with a text is that it repeats itself."""
-    found = {flaw.id for flaw in find_defects(_text(wrote.said))}
-    return bool(found) and found <= LOOPS
-
-
-def _text(said: Completion) -> str:
-    """What was written: the answer, else the thoughts, which must be as fluent."""
-    answer, thoughts = split_thoughts(said.content)
-    return answer if answer.strip() else said.reasoning or thoughts
-
-
 def judge(wrote: tuple[Wrote, ...], given: SuiteInput) -> SuiteProof:
-    """Judge the form of all texts."""
-    answers = tuple(judged(one, given.probe.fluency.mode) for one in wrote)
+    """Check the form of all texts."""
+    mode = given.probe.fluency.mode
+    answers = tuple(
+        record_answer(one.task, one.reply, grade_text(one), ("fluent text",), mode=mode)
+        for one in wrote
+    )
     good = sum(a.verdict == "right" for a in answers)
     enough = good >= given.probe.fluency.texts
     bad = [
         answer
         for answer, one in zip(answers, wrote, strict=True)
-        if answer.verdict == "wrong" and not (enough and _only_loops(one))
+        if answer.verdict == "wrong" and not (enough and one.only_loops)
     ]
     mute = [a for a in answers if a.verdict in ("never started", "unanswered")]
     first = (bad or mute or [a for a in answers if a.verdict == "right"])[0]
@@ -116,32 +116,25 @@ def judge(wrote: tuple[Wrote, ...], given: SuiteInput) -> SuiteProof:
     return SuiteProof(
         "fluency", verdict, summary, (form,), answers,
         {"texts": len(answers), "words": [len(tokens(a.content)) for a in answers]},
-        hint=hint, lost=any(one.said.lost for one in wrote),
+        hint=hint, lost=any(one.reply.lost for one in wrote),
     )  # fmt: skip
 
 
-def judged(wrote: Wrote, mode: str = "chat") -> Answer:
-    """Judge one text."""
-    said, verdict, why = wrote.said, "right", ""
-    text = _text(said)
+def grade_text(wrote: Wrote) -> Judgement:
+    """Grade one text by its form and length."""
+    text = wrote.text
     words = len(tokens(text))
-    if said.problem is not None:
-        verdict, why = "unanswered", said.problem
-    elif not text.strip() and never_started(said, "", wrote.asked):
-        verdict, why = "never started", f"{wrote.asked} tokens ended before any text"
-    elif found := find_defects(text):
-        verdict, why = "wrong", "; ".join(flaw.what for flaw in found)
-    elif len(tokens(without_echo(normal(text), normal(wrote.task)))) < min(ENOUGH, words):
-        verdict, why = "wrong", "the task, said again"
-    elif words < ENOUGH:
-        verdict, why = "wrong", f"{words} words where a paragraph was asked for"
-    else:
-        why = f"{words} words"
-    return Answer(
-        question=wrote.task, mode=mode, wanted=("fluent text",), content=said.content,
-        reasoning=said.reasoning, finish_reason=said.finish_reason, verdict=verdict, why=why,
-        tokens=said.tokens, seconds=round(said.seconds, 3), http_status=said.http_status,
-    )  # fmt: skip
+    if wrote.reply.problem is not None:
+        return Judgement("unanswered", wrote.reply.problem)
+    if not text.strip() and out_of_tokens(wrote.reply, wrote.asked):
+        return Judgement("never started", f"{wrote.asked} tokens ended before any text")
+    if found := find_defects(text):
+        return Judgement("wrong", "; ".join(flaw.what for flaw in found))
+    if len(tokens(without_echo(normal(text), normal(wrote.task)))) < min(ENOUGH, words):
+        return Judgement("wrong", "it only repeats the task")
+    if words < ENOUGH:
+        return Judgement("wrong", f"{words} words instead of a paragraph")
+    return Judgement("right", f"{words} words")
 
 
 SUITE = Suite("fluency", ask, judge)

@@ -2,8 +2,8 @@
 
 A server that answers simple questions may still be wrong: what a corrupted matrix, a wrong norm or
 a wrong kernel does shows in the probabilities long before it shows in an answer. The mean negative
-log-likelihood is held against a ceiling and, two-sided, against the golden value of these weights;
-two-sided, because a corruption may lower the mean as well.
+log-likelihood is compared with a ceiling and, two-sided, with the golden value of these weights:
+a corruption may lower the mean as well.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ FLOOR = 0.3
 CERTAIN = -1e-3
 """A log-probability above this is that of a token without any other beside it."""
 DISTINCT = 4
-"""So many values, at least, the probabilities of a real model take, to a thousandth of a nat."""
+"""Values that probabilities of a real model take at least, to a thousandth of a nat."""
 
 
 @cache
@@ -92,7 +92,7 @@ def ask(talk: Client, given: SuiteInput) -> dict[str, Scored]:
 
 
 def judge(scored: Mapping[str, Scored], given: SuiteInput) -> SuiteProof:
-    """Judge the log-probabilities of all texts."""
+    """Check the log-probabilities of all texts."""
     for name, one in scored.items():
         if one.trouble:
             return _no_numbers(name, one)
@@ -120,11 +120,11 @@ def judge(scored: Mapping[str, Scored], given: SuiteInput) -> SuiteProof:
             "no golden value yet" if given.golden is None else "its golden value is of other texts"
         )
         return _proof(checks, f"{mean:.3f} nats a token, {why}", figures)
-    against, told = _against(scored, given.golden, given)
-    figures["golden"] = told
+    against, distance = _against(scored, given.golden, given)
+    figures["golden"] = distance
     summary = f"{mean:.3f} nats a token"
-    if "difference" in told:
-        summary += f" ({told['difference']:+.4f} from the golden value)"
+    if "difference" in distance:
+        summary += f" ({distance['difference']:+.4f} from the golden value)"
     return _proof([*checks, *against], summary, figures)
 
 
@@ -158,7 +158,7 @@ def _proof(checks: list[Check], summary: str, figures: dict[str, object]) -> Sui
 
 
 def bound_for(golden: Golden, given: SuiteInput) -> Bound:
-    """Give what the recipe says, else what was measured for the cause of the noise."""
+    """The recipe's bound, else what was measured for the cause of the noise."""
     wanted = given.probe.likelihood
     known = given.known
     measured = SAME_BACKEND
@@ -175,7 +175,7 @@ def bound_for(golden: Golden, given: SuiteInput) -> Bound:
 def _against(
     scored: Mapping[str, Scored], golden: Golden, given: SuiteInput
 ) -> tuple[list[Check], dict[str, float]]:
-    """Hold the scores against the golden ones: the same tokens, the mean, and each token."""
+    """Compare with the golden values: the same tokens, the mean, and each token."""
     where = golden_path(given.known).name if given.known else "golden values"
     other = [
         name
@@ -214,7 +214,7 @@ def _against(
 
 
 def _no_numbers(name: str, one: Scored) -> SuiteProof:
-    """Name why there are no numbers: wrong ones, no capability, or no answer."""
+    """The proof if there are no numbers: wrong ones, no capability, or no answer."""
     said = f"text '{name}': {one.problem}" if name in texts() else str(one.problem)
     ok = False if one.trouble == "numbers" else None
     failed = check("probe.likelihood", "a probability for each token", said, name, ok=ok)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from bakehouse.models import check
 from bakehouse.probe.client import Client
 from bakehouse.probe.golden import golden_path
-from bakehouse.probe.logprobs import Scored, Top, score_tokens
+from bakehouse.probe.logprobs import Scored, score_tokens
 from bakehouse.probe.models import Golden, GoldenPlace, SuiteInput, SuiteProof
 from bakehouse.probe.suites.base import Suite
+from bakehouse.runs.store import SuiteVerdict
 
 PROMPT = "In the morning the baker opened the shop, and the first thing that he did was"
 PLACES = 48
@@ -62,21 +63,27 @@ def ask(talk: Client, given: SuiteInput) -> Scored | None:
 
 
 def judge(scored: Scored | None, given: SuiteInput) -> SuiteProof:
-    """Hold each place against the reference: the likeliest token, and the divergence."""
+    """Compare each place with the reference: the likeliest token, and the divergence."""
     golden = given.golden
     if scored is None or golden is None:
-        return _unable(
-            "there is no reference run of these weights",
-            "invoke probe --recipe NAME --accept-golden keeps one, of a server that is proven",
-        )
+        why = "there is no reference run of these weights"
+        unknown = check("probe.reference", "a reference run", None, why, ok=None)
+        hint = "invoke probe --recipe NAME --accept-golden keeps one, of a server that is proven"
+        return SuiteProof("reference", "unable", why, (unknown,), hint=hint)
     if scored.trouble:
-        return _troubled(scored)
-    return _compare(scored.top[-len(golden.places) :], golden, given)
-
-
-def _compare(tops: tuple[Top, ...], golden: Golden, given: SuiteInput) -> SuiteProof:
+        why = scored.problem or ""
+        ok = False if scored.trouble == "numbers" else None
+        failed = check("probe.reference", "probabilities", why, "tokens", ok=ok)
+        verdicts: dict[str, SuiteVerdict] = {"numbers": "wrong", "unable": "unable"}
+        unable = scored.trouble == "unable"
+        return SuiteProof(
+            "reference", verdicts.get(scored.trouble, "unstable"), why, (failed,),
+            hint="leave reference out of probe.suites" if unable else "look at the server's log",
+            lost=scored.trouble == "lost",
+        )  # fmt: skip
     bound = bound_for(golden, given)
     where = golden_path(given.known).name if given.known else "reference run"
+    tops = scored.top[-len(golden.places) :]
     pairs = list(zip(golden.places, tops, strict=True))
     other = [i for i, (was, now) in enumerate(pairs) if not now or now[0][0] != was.tokens[0]]
     agreement = 1 - len(other) / len(pairs)
@@ -109,9 +116,10 @@ def _compare(tops: tuple[Top, ...], golden: Golden, given: SuiteInput) -> SuiteP
 
 
 def bound_for(golden: Golden, given: SuiteInput) -> Bound:
-    """Give what the recipe says, else what was measured for the cause of the noise."""
+    """The recipe's bound, else what was measured for the cause of the noise."""
     wanted, known = given.probe.reference, given.known
-    divergence = SAME_BACKEND if _same_backend(given) else OTHER_BACKEND
+    same_backend = known is None or known.backend == golden.backend
+    divergence = SAME_BACKEND if same_backend else OTHER_BACKEND
     agreement = AGREEMENT
     same = known is not None and known.identity != "" and known.identity == golden.identity
     coarse = COARSE.get(golden.kv_cache)
@@ -119,11 +127,6 @@ def bound_for(golden: Golden, given: SuiteInput) -> Bound:
         divergence = max(divergence, coarse.divergence)
         agreement = min(agreement, coarse.agreement)
     return Bound(wanted.agreement or agreement, wanted.divergence or divergence)
-
-
-def _same_backend(given: SuiteInput) -> bool:
-    known, golden = given.known, given.golden
-    return known is None or golden is None or known.backend == golden.backend
 
 
 def divergence(was: GoldenPlace, now: Mapping[int, float]) -> float:
@@ -153,23 +156,6 @@ def places_of(scored: Scored, count: int) -> tuple[GoldenPlace, ...]:
             )
         )
     return tuple(places)
-
-
-def _unable(why: str, hint: str) -> SuiteProof:
-    unknown = check("probe.reference", "a reference run", None, why, ok=None)
-    return SuiteProof("reference", "unable", why, (unknown,), hint=hint)
-
-
-def _troubled(scored: Scored) -> SuiteProof:
-    if scored.trouble == "unable":
-        return _unable(scored.problem or "", "leave reference out of probe.suites")
-    ok = False if scored.trouble == "numbers" else None
-    failed = check("probe.reference", "probabilities", scored.problem, "tokens", ok=ok)
-    verdict = "wrong" if scored.trouble == "numbers" else "unstable"
-    return SuiteProof(
-        "reference", "wrong" if verdict == "wrong" else "unstable", scored.problem or "",
-        (failed,), hint="look at the server's log", lost=scored.trouble == "lost",
-    )  # fmt: skip
 
 
 SUITE = Suite("reference", ask, judge)

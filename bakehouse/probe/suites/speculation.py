@@ -14,9 +14,9 @@ from typing import Any
 from bakehouse.engines.base import Counters, read_counters
 from bakehouse.models import Check, Verdict, check
 from bakehouse.probe import answers
-from bakehouse.probe.answers import judge, overall
-from bakehouse.probe.client import Asker, Client, Completion
-from bakehouse.probe.logprobs import Prompt, Spoken, Step, speak, step
+from bakehouse.probe.answers import grade_answer, overall
+from bakehouse.probe.client import Client, JsonResponse, find_in
+from bakehouse.probe.logprobs import Generated, NextToken, Prompt, generate, next_token
 from bakehouse.probe.models import SuiteInput, SuiteProof
 from bakehouse.probe.suites.base import Suite
 from bakehouse.recipe.models import Question, Speculation
@@ -25,11 +25,11 @@ from bakehouse.runs.store import SuiteVerdict
 
 @dataclass(frozen=True)
 class Text:
-    """One text that was spoken with speculation, and what the model alone says at each place."""
+    """A text generated with speculation, and what the model alone says at each place."""
 
     name: str
-    spoken: Spoken
-    steps: tuple[Step, ...] = ()
+    generated: Generated
+    steps: tuple[NextToken, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Parting:
     said: str
     alone: str
     gap: float
-    """Nats by which the model's own token is likelier, or at least so many."""
+    """Nats by which the model's own token is likelier; a lower bound with `at_least`."""
     at_least: bool
     """Whether the token that was said is not even among the likeliest."""
 
@@ -68,9 +68,9 @@ class Parting:
 
 
 def gaps(text: Text) -> list[Parting | None]:
-    """Hold each token against the model's own choice; None where they are the same."""
+    """Compare each token with the model's own choice; None if they are the same."""
     found: list[Parting | None] = []
-    for place, (token, chosen) in enumerate(zip(text.spoken.tokens, text.steps, strict=False)):
+    for place, (token, chosen) in enumerate(zip(text.generated.tokens, text.steps, strict=False)):
         if chosen.best is None or token == chosen.best[0]:
             found.append(None)
             continue
@@ -83,7 +83,7 @@ def gaps(text: Text) -> list[Parting | None]:
 
 
 def on(flags: Sequence[bool | None] | None, where: str) -> Check | None:
-    """Judge what an engine itself says of speculation in its slots; None where it says nothing."""
+    """Check what an engine reports of speculation in its slots; None if it reports nothing."""
     if flags is None:
         return None
     seen = ", ".join("unknown" if f is None else str(f).lower() for f in flags) or None
@@ -95,7 +95,7 @@ def on(flags: Sequence[bool | None] | None, where: str) -> Check | None:
 
 def drafted(texts: Sequence[Text], counted: Counters | None) -> tuple[int | None, int | None]:
     """Give draft tokens made and accepted: by the answers themselves, else by the counters."""
-    said = [t.spoken for t in texts if t.spoken.drafted is not None]
+    said = [t.generated for t in texts if t.generated.drafted is not None]
     if said:
         return sum(s.drafted or 0 for s in said), sum(s.accepted or 0 for s in said)
     if counted is None or counted.draft_tokens is None:
@@ -109,7 +109,7 @@ def acceptance(
     """Judge whether drafts are made, and whether the share that is accepted can be right."""
     made, kept = drafted(texts, counted)
     where = "timings of POST /completion" if made is not None and texts and (
-        texts[0].spoken.drafted is not None
+        texts[0].generated.drafted is not None
     ) else "GET /metrics"  # fmt: skip
     makes = check(
         "probe.speculation.drafts", "draft tokens are made",
@@ -142,7 +142,7 @@ def sameness(texts: Sequence[Text], wanted: Speculation) -> tuple[Check, Check]:
     mean = f"at most {wanted.loss:g} nats a token less likely than the model's own"
     found = [(text, gaps(text)) for text in texts]
     judged = sum(len(g) for _, g in found)
-    whole = all(len(g) == len(t.spoken.tokens) for t, g in found)
+    whole = all(len(g) == len(t.generated.tokens) for t, g in found)
     broken = any(step.problem for text in texts for step in text.steps)
     if not judged or not whole or broken:
         why = next((s.problem for t in texts for s in t.steps if s.problem), None)
@@ -188,17 +188,17 @@ TEXTS = {
     "a text begun again": _STORY + _STORY[:163],
     "a new sentence": "The sun is a star at the centre of",
 }
-"""What the server goes on with. The first gives n-gram modes what they look for: 30 tokens that
+"""Texts for the server to continue. The first gives n-gram modes what they look for: 30 tokens that
 stood there before; the second is for drafters that are models themselves."""
 AGAIN = 2
-"""So many wrongly answered questions at most are asked again without speculation."""
+"""Maximum number of wrongly answered questions to ask again without speculation."""
 LONGEST = 64
 """Tokens of an answer that is decoded one by one."""
 
 
 @dataclass(frozen=True)
 class Heard:
-    """All that was heard."""
+    """Everything that the server replied."""
 
     flags: tuple[bool | None, ...] | None
     """Whether each slot speculates, where the engine says so."""
@@ -211,54 +211,49 @@ class Heard:
 
 
 def ask(talk: Client, given: SuiteInput) -> Heard:
-    """Let it speak at length, hold each token against the model alone, then ask the facts."""
-    flags = _flags(talk) if given.endpoint.engine != "vllm" else None
+    """Generate texts, compare each token with the model alone, then ask the facts."""
+    rows = talk.get("/slots").data if given.endpoint.engine != "vllm" else None
+    flags = None  # not a list: the engine does not answer there
+    if isinstance(rows, list) and rows:
+        shown = [find_in(row, "speculative") for row in rows]
+        flags = tuple(value if isinstance(value, bool) else None for value in shown)
     before = read_counters(talk.text("/metrics"))
     budget = given.probe.speculation.max_tokens
     with talk.progress.bar("speculation", "tokens") as bar:
         texts: list[Text] = []
         for name, prompt in TEXTS.items():
-            spoken = speak(talk, prompt, budget if prompt.startswith(_STORY) else budget // 2)
-            steps: list[Step] = []
-            for place in range(len(spoken.tokens)):
-                steps.append(step(talk, [*spoken.prompt, *spoken.tokens[:place]]))
+            length = budget if prompt.startswith(_STORY) else budget // 2
+            made = generate(talk, [prompt], length)
+            steps: list[NextToken] = []
+            for place in range(len(made.tokens)):
+                steps.append(next_token(talk, [*made.prompt, *made.tokens[:place]]))
                 bar.update(sum(len(t.steps) for t in texts) + len(steps), budget * 3 // 2)
                 if steps[-1].problem:
                     break
-            texts.append(Text(name, spoken, tuple(steps)))
+            texts.append(Text(name, made, tuple(steps)))
     after = read_counters(talk.text("/metrics"))
     counted = after.since(before) if before and after else after
-    if all(text.spoken.problem for text in texts):
+    if all(text.generated.problem for text in texts):
         return Heard(flags, tuple(texts), counted)
     answered, again = _facts(talk, given)
     return Heard(flags, tuple(texts), counted, answered, again)
 
 
-def _flags(talk: Client) -> tuple[bool | None, ...] | None:
-    """What llama.cpp says at `/slots`; None where it does not answer there."""
-    rows = talk.get("/slots").data
-    if not isinstance(rows, list) or not rows:
-        return None
-    shown = [row.get("speculative") if isinstance(row, dict) else None for row in rows]
-    return tuple(value if isinstance(value, bool) else None for value in shown)
-
-
 def _facts(talk: Client, given: SuiteInput) -> tuple[bool, tuple[Again, ...]]:
-    """Ask what is known; what is answered wrongly is asked again without speculation."""
-    asker = Asker(talk, given.probe.request)
+    """Ask the facts; wrong answers are asked again without speculation."""
     questions = answers.questions(given.probe.facts)
     again: list[Again] = []
     budget = given.probe.request.max_tokens
     for question in questions:
-        said = asker.ask(question)
-        if said.problem:
+        reply = talk.ask(question, given.probe.request)
+        if reply.problem:
             return False, tuple(again)
         others = [q for q in questions if q is not question]
-        wrong = judge(question, said, others, asked_tokens=budget).verdict == "wrong"
+        wrong = grade_answer(question, reply, others, asked_tokens=budget).verdict == "wrong"
         if wrong and len(again) < AGAIN:
             alone = _alone(talk, question, budget)
-            right = judge(question, Completion(content=alone), others).verdict == "right"
-            again.append(Again(question.ask, said.content, alone, right))
+            right = grade_answer(question, JsonResponse(content=alone), others).verdict == "right"
+            again.append(Again(question.ask, reply.content, alone, right))
     return True, tuple(again)
 
 
@@ -267,14 +262,13 @@ def _alone(talk: Client, question: Question, max_tokens: int) -> str:
     prompt: Prompt = [question.ask]
     if question.mode == "chat":
         messages = {"messages": [{"role": "user", "content": question.ask}]}
-        data = talk.post("/apply-template", messages).data
-        shown = data.get("prompt") if isinstance(data, dict) else None
+        shown = talk.post("/apply-template", messages).find("prompt")
         if not isinstance(shown, str):
             return ""
         prompt = [shown]
     text = ""
     for _ in range(min(max_tokens, LONGEST)):
-        one = step(talk, prompt)
+        one = next_token(talk, prompt)
         if one.problem or one.ended or one.best is None:
             break
         prompt = [*prompt, one.best[0]]
@@ -293,7 +287,7 @@ def conclude(heard: Heard, given: SuiteInput) -> SuiteProof:
         facts_loss(heard.again, heard.answered),
     )
     made, kept = drafted(heard.texts, heard.counted)
-    problems = [t.spoken.problem for t in heard.texts if t.spoken.problem]
+    problems = [t.generated.problem for t in heard.texts if t.generated.problem]
     verdict, summary, hint = _verdict(heard, {c.id: c.verdict for c in checks}, made, kept)
     return SuiteProof(
         suite="speculation", verdict=verdict, summary=summary, checks=checks,
@@ -324,7 +318,7 @@ def _verdict(
             "fails; or set probe.speculation to what was measured"
         )  # fmt: skip
     if Verdict.UNKNOWN in short.values():
-        problem = next((t.spoken.problem for t in heard.texts if t.spoken.problem), None)
+        problem = next((t.generated.problem for t in heard.texts if t.generated.problem), None)
         return "unstable", f"cannot be judged: {problem or 'the server does not tell enough'}", None
     tokens = sum(len(t.steps) for t in heard.texts)
     return "true", f"{kept} of {made} draft tokens accepted, {tokens} tokens as without", None
@@ -347,15 +341,14 @@ def _figures(heard: Heard, made: int | None, kept: int | None) -> dict[str, Any]
         "drafts": counted.drafts if counted else None,
         "tokens_compared": sum(len(t.steps) for t in heard.texts),
         "partings": partings[:20],
-        "texts": {t.name: t.spoken.content for t in heard.texts},
-        "wrong_with_speculation": [_again(a) for a in heard.again],
-    }
-
-
-def _again(again: Again) -> dict[str, Any]:
-    return {
-        "question": again.question, "with": again.wrong, "without": again.alone,
-        "right_without": again.right_alone,
+        "texts": {t.name: t.generated.content for t in heard.texts},
+        "wrong_with_speculation": [
+            {
+                "question": a.question, "with": a.wrong, "without": a.alone,
+                "right_without": a.right_alone,
+            }
+            for a in heard.again
+        ],
     }  # fmt: skip
 
 

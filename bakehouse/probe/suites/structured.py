@@ -1,4 +1,4 @@
-"""The suites `json` and `tools`: an answer bound by a schema, and a tool call that is forced."""
+"""The suites `json` and `tools`: an answer bound by a schema, and a forced tool call."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from bakehouse.models import check
-from bakehouse.probe.client import Client, Completion, JsonResponse, said_of, split_thoughts
+from bakehouse.probe.answers import THINK_LESS, Judgement, record_answer
+from bakehouse.probe.client import Client, JsonResponse, find_in, split_thoughts
 from bakehouse.probe.models import SuiteInput, SuiteProof
 from bakehouse.probe.suites.base import Suite
 from bakehouse.recipe.models import SuiteName
-from bakehouse.runs.store import Answer, SuiteVerdict
+from bakehouse.runs.store import SuiteVerdict
 
 BUDGET = 128
 """Tokens at least: a model that thinks takes what probe.request gives it."""
@@ -52,14 +53,8 @@ TOOL_TASK = "What is the weather in Paris? Use celsius."
 def _ask(talk: Client, given: SuiteInput, task: str, **more: Any) -> JsonResponse:
     request = given.probe.request
     budget = max(BUDGET, request.max_tokens)
-    body = {
-        "model": talk.endpoint.model or "default",
-        "messages": [{"role": "user", "content": task}],
-        "max_tokens": budget, "temperature": 0, "stream": False, **more,
-    }  # fmt: skip
-    if request.reasoning_effort:
-        body["reasoning_effort"] = request.reasoning_effort
-    return talk.post("/v1/chat/completions", body, tokens=budget)
+    message = {"role": "user", "content": task}
+    return talk.chat([message], request, budget, temperature=0, **more)
 
 
 def ask_json(talk: Client, given: SuiteInput) -> JsonResponse:
@@ -71,12 +66,12 @@ def ask_json(talk: Client, given: SuiteInput) -> JsonResponse:
 
 @dataclass(frozen=True)
 class Called:
-    """The reply to a request with a tool, and whether the chat template knows of tools at all.
+    """The reply to a request with a tool, and whether the chat template supports tools at all.
 
-    llama-server drops tools in silence where the template has no place for them.
+    llama-server drops tools without a word if the template has no place for them.
     """
 
-    told: JsonResponse
+    reply: JsonResponse
     template_knows: bool | None
 
 
@@ -84,74 +79,64 @@ def ask_tools(talk: Client, given: SuiteInput) -> Called:
     """Ask for a tool call; `required` with one tool forces that one on every engine."""
     knows = None
     if talk.endpoint.engine == "llama.cpp":
-        props = talk.get("/props").data
-        caps = props.get("chat_template_caps") if isinstance(props, dict) else None
-        knows = caps.get("supports_tools") if isinstance(caps, dict) else None
-    told = _ask(talk, given, TOOL_TASK, tools=[TOOL], tool_choice="required")
-    return Called(told, knows if isinstance(knows, bool) else None)
+        knows = talk.get("/props").find("chat_template_caps", "supports_tools")
+    reply = _ask(talk, given, TOOL_TASK, tools=[TOOL], tool_choice="required")
+    return Called(reply, knows if isinstance(knows, bool) else None)
 
 
-def judge_json(told: JsonResponse, given: SuiteInput) -> SuiteProof:
-    """Judge an answer that the schema binds."""
-    del given  # what is judged does not depend on it
-    said = said_of(told, "chat")
-    if said.problem is not None:
-        return _unanswered("json", told, said)
-    answer, thoughts = split_thoughts(said.content)
-    if not answer.strip() and said.finish_reason == "length":
-        return _never_started("json", JSON_TASK, said)
+def judge_json(reply: JsonResponse, given: SuiteInput) -> SuiteProof:
+    """Check an answer that the schema binds."""
+    del given  # the check does not depend on it
+    if reply.problem is not None:
+        return _unanswered("json", reply)
+    answer, thoughts = split_thoughts(reply.content)
+    if not answer.strip() and reply.finish_reason == "length":
+        return _never_started("json", JSON_TASK, reply)
     fault = _json_fault(answer)
-    if not fault and thoughts and said.reasoning:
-        fault = "raw thoughts stand in the content although the server separates reasoning"
-    return _proof("json", JSON_TASK, said, fault, "an object that the schema allows")
+    if not fault and thoughts and reply.reasoning:
+        fault = "the content holds raw thoughts although the server separates reasoning"
+    return _proof("json", JSON_TASK, reply, fault, "an object that the schema allows")
 
 
 def _json_fault(text: str) -> str | None:
-    """Say what is wrong with a description of Paris; None where nothing is."""
+    """Say what is wrong with a description of Paris; None if nothing is."""
     value = _parse(text)
     if value is None:
-        return f"no JSON object: {' '.join(text.split())[:80]}"
+        return f"not a JSON object: {' '.join(text.split())[:80]}"
     properties: dict[str, Any] = SCHEMA["properties"]
     if set(value) != set(properties):
         return f"its keys are {', '.join(map(str, value))[:80] or 'none'}"
     if value["city"] != "Paris":
         return f"its city is {value['city']!r}"[:80]
     if not isinstance(value["country"], str) or len(value["country"]) > 20:
-        return "its country is no string of 20 characters at most"
+        return "its country is not a string of at most 20 characters"
     return None if isinstance(value["capital"], bool) else "its capital is neither true nor false"
 
 
 def judge_tools(called: Called, given: SuiteInput) -> SuiteProof:
-    """Judge a forced tool call: the right tool, with arguments that its schema allows."""
-    del given  # what is judged does not depend on it
-    told = called.told
-    said = said_of(told, "chat")
-    if said.problem is not None:
-        return _unanswered("tools", told, said)
-    calls = _calls(told.data)
+    """Check a forced tool call: the right tool, with arguments that its schema allows."""
+    del given  # the check does not depend on it
+    reply = called.reply
+    if reply.problem is not None:
+        return _unanswered("tools", reply)
+    listed = reply.find("choices", 0, "message", "tool_calls")
+    calls = listed if isinstance(listed, list) else []
     if not calls and called.template_knows is False:
         why = "the chat template has no place for tools"
         unknown = check("probe.tools", "a tool call", None, f"GET /props: {why}", ok=None)
         hint = "serve with a template that has (--chat-template-file), or leave tools out"
         return SuiteProof("tools", "unable", why, (unknown,), hint=hint)
-    if not calls and said.finish_reason == "length":
-        return _never_started("tools", TOOL_TASK, said)
-    fault = _call_fault(calls)
-    return _proof("tools", TOOL_TASK, said, fault, "a call of get_weather for Paris in celsius",
-                  shown=json.dumps(calls, default=str)[:300] if calls else None)  # fmt: skip
-
-
-def _calls(data: Any) -> list[Any]:
-    """Give the tool calls of a chat completion."""
-    message = data["choices"][0]["message"]  # `said_of` has seen to it that it is there
-    calls = message.get("tool_calls")
-    return calls if isinstance(calls, list) else []
+    if not calls and reply.finish_reason == "length":
+        return _never_started("tools", TOOL_TASK, reply)
+    shown = json.dumps(calls, default=str)[:300] if calls else None
+    expected = "a call of get_weather for Paris in celsius"
+    return _proof("tools", TOOL_TASK, reply, _call_fault(calls), expected, shown)
 
 
 def _call_fault(calls: list[Any]) -> str | None:
     if not calls:
         return "no tool was called"
-    call = calls[0].get("function") if isinstance(calls[0], dict) else None
+    call = find_in(calls, 0, "function")
     if not isinstance(call, dict):
         return "the tool call holds no function"
     if call.get("name") != "get_weather":
@@ -159,13 +144,13 @@ def _call_fault(calls: list[Any]) -> str | None:
     arguments = call.get("arguments")
     value = arguments if isinstance(arguments, dict) else _parse(str(arguments or ""))
     if value is None:
-        return f"its arguments are no JSON object: {str(arguments)[:80]}"
+        return f"its arguments are not a JSON object: {str(arguments)[:80]}"
     wanted = {"city": "Paris", "unit": "celsius"}
     return None if value == wanted else f"its arguments are {json.dumps(value)[:120]}"
 
 
 def _parse(text: str) -> dict[str, Any] | None:
-    """Parse an object, also one that stands in a fence of Markdown."""
+    """Parse an object, also inside a Markdown fence."""
     bare = text.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
     try:
         value = json.loads(bare)
@@ -175,44 +160,39 @@ def _parse(text: str) -> dict[str, Any] | None:
 
 
 def _proof(
-    suite: SuiteName, task: str, said: Completion, fault: str | None, expected: str,
+    suite: SuiteName, task: str, reply: JsonResponse, fault: str | None, expected: str,
     shown: str | None = None,
 ) -> SuiteProof:  # fmt: skip
-    text = shown or " ".join(said.content.split())[:300] or "nothing"
+    text = shown or " ".join(reply.content.split())[:300] or "nothing"
     seen = check(f"probe.{suite}", expected, fault or "one", text, ok=fault is None)
-    answer = _answer(task, said, "wrong" if fault else "right", fault or expected, text)
+    grade = Judgement("wrong" if fault else "right", fault or expected)
+    answer = record_answer(task, reply, grade, _WANTED, content=reply.content or text)
     if fault is None:
         return SuiteProof(suite, "true", f"gives {expected}", (seen,), (answer,))
     hint = "suspect the grammar or guided decoding, the chat template and the tool parser"
     return SuiteProof(suite, "wrong", fault, (seen,), (answer,), hint=hint)
 
 
-def _answer(task: str, said: Completion, verdict: str, why: str, text: str) -> Answer:
-    return Answer(
-        question=task, mode="chat", wanted=("see the schema",), content=said.content or text,
-        reasoning=said.reasoning, finish_reason=said.finish_reason, verdict=verdict, why=why,
-        tokens=said.tokens, seconds=round(said.seconds, 3), http_status=said.http_status,
-    )  # fmt: skip
+_WANTED = ("see the schema",)
 
 
-def _never_started(suite: SuiteName, task: str, said: Completion) -> SuiteProof:
+def _never_started(suite: SuiteName, task: str, reply: JsonResponse) -> SuiteProof:
     why = "the budget ended before any answer"
     seen = check(f"probe.{suite}", "an answer", None, why, ok=None)
-    answer = _answer(task, said, "never started", why, "")
-    hint = "set probe.request.reasoning_effort: low, or raise probe.request.max_tokens"
-    return SuiteProof(suite, "never started", why, (seen,), (answer,), hint=hint)
+    answer = record_answer(task, reply, Judgement("never started", why), _WANTED)
+    return SuiteProof(suite, "never started", why, (seen,), (answer,), hint=THINK_LESS)
 
 
-def _unanswered(suite: SuiteName, told: JsonResponse, said: Completion) -> SuiteProof:
+def _unanswered(suite: SuiteName, reply: JsonResponse) -> SuiteProof:
     """A server that refuses the request lacks the capability; any other problem is its state."""
-    refused = told.http_status in (400, 404, 405, 422, 501)
+    refused = reply.http_status in (400, 404, 405, 422, 501)
     verdict: SuiteVerdict = "unable" if refused else "unstable"
-    why = said.problem or ""
+    why = reply.problem or ""
     seen = check(f"probe.{suite}", "an answer", None, why, ok=None)
     hint = "look at the server's log"
     if refused:
         hint = f"start the engine with what {suite} needs (llama-server: --jinja; vLLM: a parser)"
-    return SuiteProof(suite, verdict, why, (seen,), hint=hint, lost=told.lost)
+    return SuiteProof(suite, verdict, why, (seen,), hint=hint, lost=reply.lost)
 
 
 JSON = Suite("json", ask_json, judge_json)

@@ -10,13 +10,13 @@ import hashlib
 import io
 import random
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from bakehouse.models import Check, check
-from bakehouse.probe.answers import judge
-from bakehouse.probe.client import Client, Completion, larger_budget, said_of, split_thoughts
+from bakehouse.probe.answers import THINK_LESS, Judgement, grade_answer, record_answer
+from bakehouse.probe.client import Client, JsonResponse, find_in, larger_budget, split_thoughts
 from bakehouse.probe.models import SuiteInput, SuiteProof
 from bakehouse.probe.suites.base import Suite
 from bakehouse.probe.text_quality import normal, tokens
@@ -134,18 +134,10 @@ def _png(image: Any) -> bytes:
 
 
 LONGEST = 2000
-"""Characters of an answer that are looked at: a transcription is no longer than what it copies."""
+"""Characters of an answer that are graded: a transcription is no longer than its line."""
 NAMES = frozenset({*COLOURS, "orange", "purple", "violet", "pink", "brown", "grey", "gray", "cyan",
                    "magenta", "turquoise"})  # fmt: skip
 """Words that name a colour; one that is not shown speaks against an answer."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What came of one question about images."""
-
-    verdict: Literal["right", "wrong", "never started", "unanswered"]
-    why: str
 
 
 def levenshtein(wanted: str, text: str) -> int:
@@ -159,49 +151,49 @@ def levenshtein(wanted: str, text: str) -> int:
     return min(above)
 
 
-def answer_of(said: Completion) -> str:
-    """Give what was answered, without raw thinking; not longer than is looked at."""
-    return split_thoughts(said.content)[0].strip()[:LONGEST]
+def answer_of(reply: JsonResponse) -> str:
+    """Give the answer without raw thinking, at most `LONGEST` characters."""
+    return split_thoughts(reply.content)[0].strip()[:LONGEST]
 
 
-def colours(said: Completion, wanted: Sequence[str]) -> Seen:
-    """Judge an answer that should name these colours, in this order, and no other."""
-    if early := _early(said):
-        return early
-    text = normal(answer_of(said))
+def grade_colours(reply: JsonResponse, wanted: Sequence[str]) -> Judgement:
+    """Grade an answer that should name these colours, in this order, and no other."""
+    if no_answer := _without_answer(reply):
+        return no_answer
+    text = normal(answer_of(reply))
     named = [word for a, b in tokens(text) if (word := text[a:b]) in NAMES]
     once = [word for n, word in enumerate(named) if n == 0 or word != named[n - 1]]
-    heard = ", ".join(once) or "no colour"
+    listed = ", ".join(once) or "no colour"
     if once == list(wanted):
-        return Seen("right", f"named {heard}")
-    return Seen("wrong", f"named {heard} where {', '.join(wanted)} is shown")
+        return Judgement("right", f"named {listed}")
+    return Judgement("wrong", f"named {listed}, but {', '.join(wanted)} is shown")
 
 
-def reading(said: Completion, line: str, most: int) -> Seen:
-    """Judge a transcription by its Levenshtein distance; capitals and line breaks do not count.
+def grade_reading(reply: JsonResponse, line: str, most: int) -> Judgement:
+    """Grade a transcription by its Levenshtein distance; capitals and line breaks do not count.
 
-    What stands around it does not count either, as long as it is not much longer than the line.
+    Text around it does not count either, as long as it is not much longer than the line.
     """
-    if early := _early(said):
-        return early
-    text = normal(answer_of(said))
+    if no_answer := _without_answer(reply):
+        return no_answer
+    text = normal(answer_of(reply))
     wanted = normal(line)
     if len(text) > 3 * len(wanted) + 200:
-        return Seen("wrong", f"an answer of {len(text)} characters to a line of {len(wanted)}")
+        return Judgement("wrong", f"{len(text)} characters for a line of {len(wanted)}")
     distance = levenshtein(wanted, text)
     why = f"Levenshtein distance {distance} to {line!r}"
-    return Seen("right" if distance <= most else "wrong", why)
+    return Judgement("right" if distance <= most else "wrong", why)
 
 
-def _early(said: Completion) -> Seen | None:
-    """What can be said before the content counts: nothing came, or only thinking."""
-    if said.problem is not None:
-        return Seen("unanswered", said.problem)
-    if answer_of(said):
+def _without_answer(reply: JsonResponse) -> Judgement | None:
+    """Grade a reply that holds no answer, or only thinking; None if there is one."""
+    if reply.problem is not None:
+        return Judgement("unanswered", reply.problem)
+    if answer_of(reply):
         return None
-    if said.finish_reason == "length":
-        return Seen("never started", "the budget ended before any answer")
-    return Seen("wrong", "the answer is empty")
+    if reply.finish_reason == "length":
+        return Judgement("never started", "the budget ended before any answer")
+    return Judgement("wrong", "the answer is empty")
 
 
 TEXT = Question(ask="What is 2+2? Answer with a number.", answers=("4", "four"))
@@ -217,10 +209,10 @@ SPECULATES = (
 
 @dataclass(frozen=True)
 class Heard:
-    """What was shown, and what was said of it."""
+    """The pictures, and the replies about them."""
 
     pictures: Pictures
-    said: Mapping[str, Completion]
+    replies: Mapping[str, JsonResponse]
     """By `colour`, `print`, `several`, `follow-up` and `text`."""
     capabilities: tuple[str, ...] | None = None
     """Of the model, where the server lists any."""
@@ -231,23 +223,27 @@ def ask(talk: Client, given: SuiteInput) -> Heard:
     """Show the pictures, one question each; then ask for text, behind an image and without."""
     seed = given.probe.vision.seed
     pictures = make(secrets.randbits(32) if seed is None else seed)
-    capabilities = _capabilities(talk.get("/v1/models").data)
+    listed = talk.get("/v1/models").find("models", 0, "capabilities")  # llama.cpp only
+    capabilities = tuple(map(str, listed)) if isinstance(listed, list) else None
     first = [_user(COLOUR, pictures.colour)]
-    said: dict[str, Completion] = {}
+    replies: dict[str, JsonResponse] = {}
     with talk.progress.bar("vision", "questions") as bar:
-        said["colour"] = _say(talk, given, first)
-        bar.update(1, 5)
-        said["print"] = _say(talk, given, [_user(PRINTED, pictures.printed)])
-        bar.update(2, 5)
-        said["several"] = _say(talk, given, [_user(SEVERAL, *pictures.several)])
-        bar.update(3, 5)
-        answered = {"role": "assistant", "content": said["colour"].content or "I see it."}
-        said["follow-up"] = _say(talk, given, [*first, answered, _user(TEXT.ask)])
-        bar.update(4, 5)
-        said["text"] = _say(talk, given, [_user(TEXT.ask)])
-        bar.update(5, 5)
-    broken = any(s.problem for s in said.values())
-    return Heard(pictures, said, capabilities, _speculates(talk) if broken else None)
+
+        def send(name: str, messages: Sequence[Mapping[str, Any]]) -> None:
+            replies[name] = _send(talk, given, messages)
+            bar.update(len(replies), 5)
+
+        send("colour", first)
+        send("print", [_user(PRINTED, pictures.printed)])
+        send("several", [_user(SEVERAL, *pictures.several)])
+        answered = {"role": "assistant", "content": replies["colour"].content or "I see it."}
+        send("follow-up", [*first, answered, _user(TEXT.ask)])
+        send("text", [_user(TEXT.ask)])
+    speculates = None
+    rows = talk.get("/slots").data if any(r.problem for r in replies.values()) else None
+    if isinstance(rows, list) and rows:
+        speculates = any(find_in(row, "speculative") is True for row in rows)
+    return Heard(pictures, replies, capabilities, speculates)
 
 
 def _user(text: str, *pictures: Picture) -> dict[str, Any]:
@@ -256,123 +252,70 @@ def _user(text: str, *pictures: Picture) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def _say(talk: Client, given: SuiteInput, messages: Sequence[Mapping[str, Any]]) -> Completion:
+def _send(talk: Client, given: SuiteInput, messages: Sequence[Mapping[str, Any]]) -> JsonResponse:
     """Ask; a second time with more room if the budget ended before the answer."""
     request = given.probe.request
-    said = _once(talk, given, messages, request.max_tokens)
-    unfinished = not said.problem and said.finish_reason == "length" and not answer_of(said)
+    reply = talk.chat(messages, request, request.max_tokens)
+    unfinished = not reply.problem and reply.finish_reason == "length" and not answer_of(reply)
     larger = larger_budget(request.max_tokens, given.endpoint.context)
-    return _once(talk, given, messages, larger) if unfinished and larger else said
-
-
-def _once(
-    talk: Client, given: SuiteInput, messages: Sequence[Mapping[str, Any]], budget: int
-) -> Completion:
-    request = given.probe.request
-    body: dict[str, Any] = {
-        "model": talk.endpoint.model or "default", "messages": list(messages),
-        "max_tokens": budget, "temperature": request.temperature, "stream": False,
-    }  # fmt: skip
-    if request.reasoning_effort:
-        body["reasoning_effort"] = request.reasoning_effort
-    told = talk.post("/v1/chat/completions", body, tokens=budget)
-    return said_of(told, "chat")
-
-
-def _capabilities(data: Any) -> tuple[str, ...] | None:
-    """What llama.cpp lists for its model; None where a server lists nothing of the kind."""
-    models = data.get("models") if isinstance(data, dict) else None
-    first = models[0] if isinstance(models, list) and models else None
-    listed = first.get("capabilities") if isinstance(first, dict) else None
-    return tuple(map(str, listed)) if isinstance(listed, list) else None
-
-
-def _speculates(talk: Client) -> bool | None:
-    """Whether a slot speculates; None where the server does not tell."""
-    rows = talk.get("/slots").data
-    if not isinstance(rows, list) or not rows:
-        return None
-    return any(isinstance(row, dict) and row.get("speculative") is True for row in rows)
+    return talk.chat(messages, request, larger) if unfinished and larger else reply
 
 
 def conclude(heard: Heard, given: SuiteInput) -> SuiteProof:
-    """Judge what was said."""
-    seen = _judged(heard, given)
-    checks = [_check(name, heard, one) for name, one in seen.items()]
+    """Check the replies."""
+    pictures, replies = heard.pictures, heard.replies
+    colour, line = pictures.colour.truth, pictures.printed.truth
+    several = [p.truth for p in pictures.several]
+    most = given.probe.vision.distance
+    grades = {
+        "colour": grade_colours(replies["colour"], [colour]),
+        "print": grade_reading(replies["print"], line, most),
+        "several": grade_colours(replies["several"], several),
+        "follow-up": grade_answer(TEXT, replies["follow-up"]),
+        "text": grade_answer(TEXT, replies["text"]),
+    }
+    shown = {
+        "colour": (COLOUR, (colour,)), "print": (PRINTED, (line,)),
+        "several": (SEVERAL, (" ".join(several),)),
+    }  # fmt: skip
+    checks: list[Check] = []
     if heard.capabilities is not None:
-        listed = ", ".join(heard.capabilities) or None
-        checks.insert(0, check(
-            "probe.vision.capability", "multimodal", listed, "GET /v1/models capabilities",
-            ok="multimodal" in heard.capabilities,
+        checks.append(check(
+            "probe.vision.capability", "multimodal", ", ".join(heard.capabilities) or None,
+            "GET /v1/models capabilities", ok="multimodal" in heard.capabilities,
         ))  # fmt: skip
-    verdict, summary, hint = _verdict(heard, seen)
+    answers: list[Answer] = []
+    for name, grade in grades.items():
+        unknown = grade.verdict in ("unanswered", "never started")
+        text = " ".join(replies[name].content.split())[:100]
+        where = f"POST /v1/chat/completions: {text!r}" if text else "POST /v1/chat/completions"
+        checks.append(check(
+            f"probe.vision.{name}", _EXPECTED[name], grade.why, where,
+            ok=None if unknown else grade.verdict == "right",
+        ))  # fmt: skip
+        question, wanted = shown.get(name, (TEXT.ask, TEXT.answers))
+        plain = replace(grade, found_in=None)
+        answers.append(record_answer(question, replies[name], plain, wanted))
+    verdict, summary, hint = _verdict(heard, grades)
     return SuiteProof(
         suite="vision", verdict=verdict, summary=summary, checks=tuple(checks),
-        answers=tuple(_answer(name, heard, one) for name, one in seen.items()),
-        figures={
-            "seed": heard.pictures.seed, "images": [p.facts() for p in heard.pictures.all]
-        },
-        hint=hint, lost=all(s.lost for s in heard.said.values()),
+        answers=tuple(answers),
+        figures={"seed": pictures.seed, "images": [p.facts() for p in pictures.all]},
+        hint=hint, lost=all(r.lost for r in replies.values()),
     )  # fmt: skip
-
-
-def _judged(heard: Heard, given: SuiteInput) -> dict[str, Seen]:
-    pictures, said = heard.pictures, heard.said
-    wanted = [p.truth for p in pictures.several]
-    judges: dict[str, Callable[[Completion], Seen]] = {
-        "colour": lambda s: colours(s, [pictures.colour.truth]),
-        "print": lambda s: reading(s, pictures.printed.truth, given.probe.vision.distance),
-        "several": lambda s: colours(s, wanted),
-        "follow-up": _text,
-        "text": _text,
-    }
-    return {name: judges[name](said[name]) for name in judges}
-
-
-def _text(said: Completion) -> Seen:
-    judged = judge(TEXT, said)
-    return Seen(judged.verdict, judged.why)
 
 
 _EXPECTED = {
     "colour": "the colour of an image named",
     "print": "a printed line read back",
     "several": "the colours of three images named in their order",
-    "follow-up": "text answered behind an image",
+    "follow-up": "text answered after an image",
     "text": "text answered without an image, afterwards",
 }
-
-
-def _check(name: str, heard: Heard, seen: Seen) -> Check:
-    unknown = seen.verdict in ("unanswered", "never started")
-    answer = " ".join(heard.said[name].content.split())[:100]
-    where = f"POST /v1/chat/completions: {answer!r}" if answer else "POST /v1/chat/completions"
-    return check(
-        f"probe.vision.{name}", _EXPECTED[name], seen.why, where,
-        ok=None if unknown else seen.verdict == "right",
-    )  # fmt: skip
-
-
-def _answer(name: str, heard: Heard, seen: Seen) -> Answer:
-    said, pictures = heard.said[name], heard.pictures
-    shown = {
-        "colour": (COLOUR, (pictures.colour.truth,)),
-        "print": (PRINTED, (pictures.printed.truth,)),
-        "several": (SEVERAL, (" ".join(p.truth for p in pictures.several),)),
-    }
-    question, wanted = shown.get(name, (TEXT.ask, TEXT.answers))
-    return Answer(
-        question=question, mode="chat", wanted=wanted, content=said.content,
-        reasoning=said.reasoning, finish_reason=said.finish_reason, verdict=seen.verdict,
-        why=seen.why, tokens=said.tokens, seconds=round(said.seconds, 3),
-        http_status=said.http_status,
-    )  # fmt: skip
-
-
 _IMAGES = ("colour", "print", "several")
 
 
-def _verdict(heard: Heard, seen: Mapping[str, Seen]) -> tuple[SuiteVerdict, str, str | None]:
+def _verdict(heard: Heard, seen: Mapping[str, Judgement]) -> tuple[SuiteVerdict, str, str | None]:
     """Give the verdict, the one sentence, and what to do."""
     count = sum(one.verdict == "right" for one in seen.values())
     summary = f"{count} of {len(seen)} as shown"
@@ -388,17 +331,15 @@ def _verdict(heard: Heard, seen: Mapping[str, Seen]) -> tuple[SuiteVerdict, str,
     if "wrong" in verdicts:
         return "wrong", summary, None
     if "unanswered" not in verdicts:
-        return "never started", summary, (
-            "set probe.request.reasoning_effort: low, or raise probe.request.max_tokens"
-        )  # fmt: skip
+        return "never started", summary, THINK_LESS
     return _unanswered(heard, seen, summary)
 
 
 def _unanswered(
-    heard: Heard, seen: Mapping[str, Seen], summary: str
+    heard: Heard, seen: Mapping[str, Judgement], summary: str
 ) -> tuple[SuiteVerdict, str, str | None]:
     """Tell a server that is ill from one that cannot take images, and say why it cannot."""
-    images = [heard.said[name] for name in _IMAGES]
+    images = [heard.replies[name] for name in _IMAGES]
     errors = [s for s in images if s.problem and (s.http_status or 0) >= 400]
     if len(errors) < len(images):
         return "unstable", summary, "look at the server's log for what it made of the request"
