@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from bakehouse import flags
 from bakehouse.context import Context
@@ -207,7 +206,7 @@ def _base_url(url: str) -> str:
     """Return a URL without `/v1`. Raises UsageError."""
     if fault := web_fault(url):
         hint = "write scheme, host and port, as in http://127.0.0.1:8000"
-        if "@" in urlsplit(url).netloc:
+        if "password" in fault:
             hint = "put the key into an environment variable and name it with --api-key-env"
         shown = clean(without_credentials(url), one_line=True)
         raise UsageError(f"--url '{shown}' is not the URL of a server: {fault}", hint=hint)

@@ -127,7 +127,7 @@ def test_what_is_no_log_is_named(
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        (diagnose.Options("/nowhere/at/all.log"), NotFound, "there is no log"),
+        (diagnose.Options("/nowhere/at/all.log"), NotFound, "log '/nowhere/at/all.log' not found"),
         (diagnose.Options("/"), UsageError, "is a folder"),
         (diagnose.Options("a\0b"), HostError, "cannot be opened"),
         (diagnose.Options("x", engine="lama"), UsageError, "--engine lama"),
