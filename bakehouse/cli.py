@@ -22,6 +22,7 @@ from typing import Any, TextIO, cast
 
 from bakehouse.context import Outcome
 from bakehouse.errors import BakehouseError, HostError, Interrupted, RecipeError, UsageError
+from bakehouse.flags import TASKS
 from bakehouse.models import Check, plain, to_json
 from bakehouse.redact import Redactor, clean, secret_values
 from bakehouse.runs.store import record_of
@@ -139,17 +140,18 @@ def _run(edge: Edge) -> Result:
             hint="serve with --json, then use status and logs",
         )
     _refuse_empty("recipes", edge.recipes)
-    command = import_module(f"bakehouse.commands.{edge.task}")
+    kind = TASKS[edge.task]
+    command = import_module(f"bakehouse.commands.{kind.module}")
     progress = console.make_progress(sys.stderr, os.environ, edge.redactor)
     recipes = recipes_folder(edge.recipes, edge.checkout)
     context = Context(
         places=Places.from_environment(), recipes=recipes,
         progress=progress, redactor=edge.redactor,
     )  # fmt: skip
-    options = make_options(command.Options, edge.options)
+    options = make_options(kind, edge.options)
     if edge.task in RUNS_RECIPES and edge.options.get("recipe"):
         progress.say(f"recipes folder: {recipes.absolute()}")
-    outcome: Outcome = command.run(context, options)
+    outcome: Outcome = getattr(command, kind.function)(context, options)
     text, error = outcome.text, outcome.error
     if outcome.lines and not edge.json:
         _follow(text, outcome.lines, edge.redactor)

@@ -548,7 +548,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from bakehouse.context import Context
-from bakehouse.places import Places
+from bakehouse.paths import Places
 from bakehouse.ports.git import Git
 from bakehouse.sources.mirror import ensure_commit
 ctx = Context(places=Places(Path(sys.argv[1]), Path(sys.argv[1])), recipes=Path("."))

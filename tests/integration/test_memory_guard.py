@@ -139,7 +139,7 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 Path({group!r}, "cgroup.procs").write_text(str(os.getpid()))
 from bakehouse.context import Context
-from bakehouse.places import Places
+from bakehouse.paths import Places
 from bakehouse.serve.bring import bring_up
 from bakehouse.serve.guard import Bounds
 from tests.support.serving import Notes, agree, order

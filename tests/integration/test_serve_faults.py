@@ -346,7 +346,7 @@ from pathlib import Path
 sys.path[:0] = {paths!r}
 {before}
 from bakehouse.context import Context
-from bakehouse.places import Places
+from bakehouse.paths import Places
 from bakehouse.serve.bring import bring_up
 from tests.support.serving import Notes, order, proof
 ctx = Context(Places(Path({cache!r}), Path({state!r})), Path("."))

@@ -351,7 +351,7 @@ import sys
 from pathlib import Path
 from bakehouse.context import Context
 from bakehouse.lock import Lock
-from bakehouse.places import Places
+from bakehouse.paths import Places
 from bakehouse.recipe.load import load
 from bakehouse.sources.weights import ensure
 home = Path(sys.argv[1])
