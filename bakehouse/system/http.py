@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urljoin, urlsplit
 
 from bakehouse import __version__
 from bakehouse.debug_log import debug
 from bakehouse.errors import HostError
 from bakehouse.redact import clean
-from bakehouse.system.clock import Clock, RealClock
+from bakehouse.system.clock import Clock
 
 if TYPE_CHECKING:
     import requests
@@ -407,44 +407,11 @@ class HttpStatus(HostError):
         self.headers = headers or {}
 
 
-class Http(Protocol):
-    """HTTP requests and downloads."""
-
-    def ask(
-        self,
-        method: str,
-        url: str,
-        *,
-        json: Any = None,
-        headers: Mapping[str, str] | None = None,
-        timeout: float = 30.0,
-        max_bytes: int = 8 * 2**20,
-    ) -> Reply:
-        """Send one request, no retry; `timeout` (seconds) limits all of it. Raises Unreachable."""
-
-    def download(
-        self,
-        url: str,
-        target: Path,
-        *,
-        headers: Mapping[str, str] | None = None,
-        size: int | None = None,
-        on_bytes: Callable[[int, int | None], None] | None = None,
-        on_wait: Callable[[str], None] | None = None,
-    ) -> bool:
-        """Fetch to `target`, through `target.part`, resuming what is there. Raises HostError.
-
-        `on_bytes` gets bytes done and total; transient failures are retried with backoff, and
-        Retry-After is obeyed; `on_wait` gets a line before each pause. Return whether the file was
-        put together from several responses. The caller verifies the hash.
-        """
-
-
-class RealHttp:
+class Http:
     """HTTP through `requests`. `.netrc` is not read; no proxy is used for loopback."""
 
     def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or RealClock()
+        self._clock = clock or Clock()
 
     def ask(
         self,
@@ -456,7 +423,7 @@ class RealHttp:
         timeout: float = 30.0,
         max_bytes: int = 8 * 2**20,
     ) -> Reply:
-        """See `Http.ask`.
+        """Send one request, no retry; `timeout` (seconds) limits all of it. Raises Unreachable.
 
         Redirects are followed for GET and HEAD, but not from https to http, and not between this
         machine and another one.
@@ -481,7 +448,12 @@ class RealHttp:
         on_bytes: Callable[[int, int | None], None] | None = None,
         on_wait: Callable[[str], None] | None = None,
     ) -> bool:
-        """See `Http.download`."""
+        """Fetch to `target`, through `target.part`, resuming what is there. Raises HostError.
+
+        `on_bytes` gets bytes done and total; transient failures are retried with backoff, and
+        Retry-After is obeyed; `on_wait` gets a line before each pause. Return whether the file was
+        put together from several responses. The caller verifies the hash.
+        """
         from bakehouse.system.download import Download
 
         way = Download(url, target, headers or {}, size, on_bytes, on_wait, self._clock)
