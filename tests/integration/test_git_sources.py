@@ -549,8 +549,8 @@ import sys
 from pathlib import Path
 from bakehouse.context import Context
 from bakehouse.paths import Places
-from bakehouse.ports.git import Git
-from bakehouse.sources.mirror import ensure_commit
+from bakehouse.system.git import Git
+from bakehouse.sources.git_mirror import ensure_commit
 ctx = Context(places=Places(Path(sys.argv[1]), Path(sys.argv[1])), recipes=Path("."))
 ensure_commit(ctx, Git(ctx.processes), sys.argv[2], sys.argv[3])
 """
