@@ -33,7 +33,8 @@ def run_recipes(ctx: Context, options: flags.Recipes) -> Outcome:  # noqa: ARG00
         state = f"{'experimental: ' if row['experimental'] else ''}{row['description']}"
         if row["faults"]:
             state = f"does not load: {row['faults']} (see `invoke check --recipe {row['name']}`)"
-        lines.append(f"{row['name']:<{width}}  {row['engine'] or '-':<9}  {_lock(row)}  {state}")
+        lock = "locked  " if row["locked"] else "unlocked"
+        lines.append(f"{row['name']:<{width}}  {row['engine'] or '-':<9}  {lock}  {state}")
     return Outcome({"recipes": rows}, "\n".join(lines))
 
 
@@ -62,14 +63,13 @@ def _row(ctx: Context, name: str) -> dict[str, Any]:
     }
 
 
-def _lock(row: dict[str, Any]) -> str:
-    return "locked  " if row["locked"] else "unlocked"
-
-
 def run_show(ctx: Context, options: flags.Show) -> Outcome:
     """Print the recipe and where its values come from. Raises NotFound, RecipeError."""
     loaded = load(find(options.recipe, ctx.recipes), options.set_)
-    data = _redactor(ctx, loaded).data(resolved(loaded))
+    recipe = loaded.recipe
+    variables = {**(recipe.container.env if recipe.container else {}), **recipe.serve.env}
+    secrets = (secret_values(env, recipe.secrets) for env in (ctx.environment, variables))
+    data = Redactor(chain.from_iterable(secrets)).data(resolved(loaded))
     result = {
         "recipe": data,
         "files": [shown(path) for path in loaded.files],
@@ -77,14 +77,6 @@ def run_show(ctx: Context, options: flags.Show) -> Outcome:
         "sources": sources(loaded, data),
     }
     return Outcome(result, to_yaml(loaded, data))
-
-
-def _redactor(ctx: Context, loaded: LoadedRecipe) -> Redactor:
-    """Hide the recipe's secrets, and variables with the name of a secret."""
-    recipe = loaded.recipe
-    given = {**(recipe.container.env if recipe.container else {}), **recipe.serve.env}
-    named = secret_values(ctx.environment, recipe.secrets)
-    return Redactor(chain(named, secret_values(given, recipe.secrets)))
 
 
 @dataclass
@@ -107,14 +99,28 @@ def run_check(ctx: Context, options: flags.Check) -> Outcome:
     _one_name_each(judged)
     faults = [fault for one in judged for fault in one.faults]
     lines = list(dict.fromkeys(str(fault) for fault in faults))
-    lines.append(_summary(len(judged), len(lines)))
+    count = f"{len(lines)} fault{'s' * (len(lines) != 1)}" if lines else "no faults"
+    lines.append(f"{len(judged)} recipe{'s' * (len(judged) != 1)}, {count}")
     lines[:0] = [
         f"{shown(one.path)}: {line}"
         for one in judged
         for line in (*rules.warnings(one.bad), *one.notes)
     ]
-    result = {"recipes": [_data(one) for one in judged]}
-    return Outcome(result, "\n".join(lines), tuple(map(_check, judged)), 2 if faults else 0)
+    rows, checks = [], []
+    for one in judged:
+        many = len(one.faults)
+        observed = f"{many} fault{'s' * (many != 1)}" if many else "no faults"
+        name = f"recipe.{one.path.name.removesuffix('.yaml')}"
+        checks.append(check(name, "no faults", observed, shown(one.path), ok=not many))
+        rows.append({
+            "file": shown(one.path),
+            "name": one.loaded.recipe.name if one.loaded else None,
+            "ok": not many,
+            "faults": [vars(fault) for fault in one.faults],
+            "known_bad": [bad.to_data() for bad in one.bad],
+            "notes": list(one.notes),
+        })  # fmt: skip
+    return Outcome({"recipes": rows}, "\n".join(lines), tuple(checks), 2 if faults else 0)
 
 
 def _judge(ctx: Context, path: Path, overrides: tuple[str, ...]) -> _Judged:
@@ -156,26 +162,3 @@ def _one_name_each(judged: list[_Judged]) -> None:
                 place = one.loaded.origin("name")
                 first = shown(ones[0].path)
                 one.faults.append(place.fault(f"name: {first} has the same name '{name}'"))
-
-
-def _summary(recipes: int, faults: int) -> str:
-    what = f"{recipes} recipe{'s' * (recipes != 1)}"
-    return f"{what}, {faults} fault{'s' * (faults != 1)}" if faults else f"{what}, no faults"
-
-
-def _check(one: _Judged) -> Check:
-    count = len(one.faults)
-    observed = f"{count} fault{'s' * (count != 1)}" if count else "no faults"
-    name = one.path.name.removesuffix(".yaml")
-    return check(f"recipe.{name}", "no faults", observed, shown(one.path), ok=not count)
-
-
-def _data(one: _Judged) -> dict[str, Any]:
-    return {
-        "file": shown(one.path),
-        "name": one.loaded.recipe.name if one.loaded else None,
-        "ok": not one.faults,
-        "faults": [vars(fault) for fault in one.faults],
-        "known_bad": [found.to_data() for found in one.bad],
-        "notes": list(one.notes),
-    }

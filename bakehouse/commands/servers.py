@@ -309,14 +309,10 @@ def _ours(ctx: Context, which: Which, *, golden: bool) -> Target:
                 f"'{recipe.name}' has no lock, but golden values are for locked weights",
                 where=str(lock_path(loaded.path)), hint=f"invoke lock --recipe {which.recipe}",
             )  # fmt: skip
-        probe = _without_golden(probe)
+        # Without the suite that compares with the values which are about to be recorded.
+        suites = tuple(s for s in probe.suites or () if s != "reference")
+        probe = probe.model_copy(update={"suites": suites or ("facts",)})
     return Target(endpoint, probe, recipe.name, recipe.secrets, server, known)
-
-
-def _without_golden(probe: Probe) -> Probe:
-    """Leave out the suite that compares with golden values: they are about to be recorded."""
-    suites = tuple(s for s in probe.suites or () if s != "reference")
-    return probe.model_copy(update={"suites": suites or ("facts",)})
 
 
 def _base_url(url: str) -> str:
