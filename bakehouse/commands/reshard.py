@@ -21,11 +21,11 @@ def run(ctx: Context, options: Options) -> Outcome:
         most = parse_size(options.max_shard)
     except ValueError as error:
         raise UsageError(
-            f"--max-shard {options.max_shard}: a size with its unit is wanted",
+            f"--max-shard {options.max_shard}: expected a size with its unit",
             hint="such as 4GB (10^9 bytes each) or 4GiB (2^30)",
         ) from error
     if most < 1:
-        raise UsageError("--max-shard must be more than nothing", hint="4GB suits most loaders")
+        raise UsageError("--max-shard must be more than 0", hint="4GB suits most loaders")
     folder, out = Path(options.checkpoint).absolute(), Path(options.out).absolute()
     made = reshard(folder, out, most, ctx.progress)
     shards = made.cut.shards
@@ -42,7 +42,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         f"{made.verified} tensors verified by sha256; {len(made.carried)} other files copied",
     ]
     if made.duplicates:
-        lines.append(f"{made.duplicates} tensors were there twice, the same: kept once")
+        lines.append(f"{made.duplicates} identical duplicate tensors: kept once")
     if made.cut.oversized:
         many = ", ".join(made.cut.oversized[:3])
         lines.append(f"larger than --max-shard alone, each in a file of its own: {many}")
