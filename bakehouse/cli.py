@@ -154,7 +154,12 @@ def _run(edge: Edge) -> Result:
     outcome: Outcome = getattr(command, kind.function)(context, options)
     text, error = outcome.text, outcome.error
     if outcome.lines and not edge.json:
-        _follow(text, outcome.lines, edge.redactor)
+        if text:
+            _emit(sys.stdout, clean(edge.redactor.text(text)).rstrip("\n") + "\n")
+        for line in outcome.lines:  # until they end or the reader is gone
+            shown = clean(edge.redactor.text(line), one_line=True) + "\n"
+            if _emit(sys.stdout, shown, gone=True):
+                break
         text = ""
     code = error.exit_code if error else outcome.exit
     record = record_of(error) if error else None
@@ -339,15 +344,6 @@ def _check_lines(checks: Iterable[Check], stream: TextIO | None, redactor: Redac
 
     lines = check_lines(checks, width=width_of(stream), colour=wants_colour(stream, os.environ))
     return [redactor.text(line) for line in lines]
-
-
-def _follow(text: str, lines: Iterable[str], redactor: Redactor) -> None:
-    """Print lines as they come, until they end or the reader is gone."""
-    if text:
-        _emit(sys.stdout, clean(redactor.text(text)).rstrip("\n") + "\n")
-    for line in lines:
-        if _emit(sys.stdout, clean(redactor.text(line), one_line=True) + "\n", gone=True):
-            return
 
 
 def _emit(

@@ -59,8 +59,8 @@ WRITERS = {
         "recipes/golden/" + "0" * 16 + "-f16.json",
         (
             "from bakehouse.probe.golden import write_golden\n"
-            "from bakehouse.probe.models import Golden, Known\n"
-            "known = Known(weights16='0' * 16, kv_cache='f16', backend='cpu', identity='',"
+            "from bakehouse.probe.models import Golden, ServedModel\n"
+            "known = ServedModel(weights16='0' * 16, kv_cache='f16', backend='cpu', identity='',"
             " goldens=folder / 'recipes/golden')\n"
             "write_golden(known, Golden.model_construct())"
         ),
