@@ -22,6 +22,7 @@ from typing import Any, TextIO, cast
 
 from bakehouse.context import Outcome
 from bakehouse.errors import BakehouseError, HostError, Interrupted, RecipeError, UsageError
+from bakehouse.flags import TASKS
 from bakehouse.models import Check, plain, to_json
 from bakehouse.redact import Redactor, clean, secret_values
 from bakehouse.runs.store import record_of
@@ -139,20 +140,26 @@ def _run(edge: Edge) -> Result:
             hint="serve with --json, then use status and logs",
         )
     _refuse_empty("recipes", edge.recipes)
-    command = import_module(f"bakehouse.commands.{edge.task}")
+    kind = TASKS[edge.task]
+    command = import_module(f"bakehouse.commands.{kind.module}")
     progress = console.make_progress(sys.stderr, os.environ, edge.redactor)
     recipes = recipes_folder(edge.recipes, edge.checkout)
     context = Context(
         places=Places.from_environment(), recipes=recipes,
         progress=progress, redactor=edge.redactor,
     )  # fmt: skip
-    options = make_options(command.Options, edge.options)
+    options = make_options(kind, edge.options)
     if edge.task in RUNS_RECIPES and edge.options.get("recipe"):
         progress.say(f"recipes folder: {recipes.absolute()}")
-    outcome: Outcome = command.run(context, options)
+    outcome: Outcome = getattr(command, kind.function)(context, options)
     text, error = outcome.text, outcome.error
     if outcome.lines and not edge.json:
-        _follow(text, outcome.lines, edge.redactor)
+        if text:
+            _emit(sys.stdout, clean(edge.redactor.text(text)).rstrip("\n") + "\n")
+        for line in outcome.lines:  # until they end or the reader is gone
+            shown = clean(edge.redactor.text(line), one_line=True) + "\n"
+            if _emit(sys.stdout, shown, gone=True):
+                break
         text = ""
     code = error.exit_code if error else outcome.exit
     record = record_of(error) if error else None
@@ -337,15 +344,6 @@ def _check_lines(checks: Iterable[Check], stream: TextIO | None, redactor: Redac
 
     lines = check_lines(checks, width=width_of(stream), colour=wants_colour(stream, os.environ))
     return [redactor.text(line) for line in lines]
-
-
-def _follow(text: str, lines: Iterable[str], redactor: Redactor) -> None:
-    """Print lines as they come, until they end or the reader is gone."""
-    if text:
-        _emit(sys.stdout, clean(redactor.text(text)).rstrip("\n") + "\n")
-    for line in lines:
-        if _emit(sys.stdout, clean(redactor.text(line), one_line=True) + "\n", gone=True):
-            return
 
 
 def _emit(

@@ -13,10 +13,10 @@ from bakehouse.models import Check
 from bakehouse.paths import Places
 from bakehouse.progress import Progress, Silent
 from bakehouse.redact import Redactor
-from bakehouse.system.clock import Clock, RealClock
+from bakehouse.system.clock import Clock
 from bakehouse.system.docker.client import DockerClient
-from bakehouse.system.http import Http, RealHttp
-from bakehouse.system.process import Processes, RealProcesses
+from bakehouse.system.http import Http
+from bakehouse.system.process import Processes
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Context:
     recipes: Path
     """The folder in which `--recipe NAME` is found."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    processes: Processes = field(default_factory=RealProcesses)
-    http: Http = field(default_factory=RealHttp)
+    processes: Processes = field(default_factory=Processes)
+    http: Http = field(default_factory=Http)
     docker: DockerClient = field(default_factory=DockerClient)
-    clock: Clock = field(default_factory=RealClock)
+    clock: Clock = field(default_factory=Clock)
     progress: Progress = field(default_factory=Silent)
     redactor: Redactor = field(default_factory=Redactor)
     """Knows all secrets seen so far; records, logs and all output pass through it."""

@@ -56,9 +56,14 @@ class Options:
     """Base of a task's options: annotations of a subclass are its flags."""
 
     flags: ClassVar[dict[str, Flag]] = {}
+    module: ClassVar[str]
+    function: ClassVar[str]
+    """In that module of `bakehouse.commands`: `run`, or `run_TASK` if several tasks share it."""
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, module: str = "") -> None:
         """Read the flags from the annotations."""
+        name = cls.__name__.lower()
+        cls.module, cls.function = module or name, f"run_{name}" if module else "run"
         cls.flags = {
             name: Flag(name, _kind(kind.__origin__), kind.__metadata__[0], not hasattr(cls, name))
             for name, kind in cls.__annotations__.items()
@@ -86,25 +91,25 @@ def flags_of(task: str) -> tuple[Flag, ...]:
     return (*own.values(), *folder, *COMMON)
 
 
-class Recipes(Options):
+class Recipes(Options, module="recipes"):
     """List recipes, and whether each is locked."""
 
 
-class Show(Options):
+class Show(Options, module="recipes"):
     """Print a recipe after includes and overrides."""
 
     recipe: Recipe
     set_: Set = ()
 
 
-class Check(Options):
+class Check(Options, module="recipes"):
     """Validate recipes and print all errors as file:line:column."""
 
     recipe: Annotated[str | None, f"{RECIPE} (default: all recipes)"] = None
     set_: Set = ()
 
 
-class Lock(Options):
+class Lock(Options, module="lock"):
     """Resolve a recipe to exact pins and write its lock."""
 
     recipe: Recipe
@@ -122,7 +127,7 @@ class Plan(Options):
     allow: Allow = ""
 
 
-class Fetch(Options):
+class Fetch(Options, module="lock"):
     """Download sources and weights, verified and resumable."""
 
     recipe: Recipe
@@ -164,13 +169,13 @@ class Serve(Options):
     allow: Allow = ""
 
 
-class Status(Options):
+class Status(Options, module="servers"):
     """List servers and how stopped ones ended."""
 
     recipe: Annotated[str, f"{SERVER} (default: all servers)"] = ""
 
 
-class Logs(Options):
+class Logs(Options, module="servers"):
     """Print a server's log."""
 
     recipe: Annotated[str, SERVER] = ""
@@ -178,7 +183,7 @@ class Logs(Options):
     follow: Annotated[bool, "keep printing until the server ends or you interrupt"] = False
 
 
-class Stop(Options):
+class Stop(Options, module="servers"):
     """Stop a server and all its child processes."""
 
     recipe: Annotated[str, SERVER] = ""

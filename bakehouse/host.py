@@ -37,15 +37,19 @@ def read_host(proc: Path = Path("/proc")) -> HostFacts:
     """Read /proc; `proc` is replaced in tests."""
     memory = _colon_table(proc / "meminfo")
     cpu = _colon_table(proc / "cpuinfo")
+
+    def kib(name: str) -> int:
+        return int(memory.get(name, "0 kB").split(maxsplit=1)[0]) * 1024
+
     return HostFacts(
         arch=platform.machine(),
         system=platform.system(),
         cpus=len(os.sched_getaffinity(0)),
         cpu_model=cpu.get("model name", cpu.get("CPU part", "unknown")),
         cpu_flags=" ".join(sorted(cpu.get("flags", cpu.get("Features", "")).split())),
-        memory_total=_kib(memory.get("MemTotal", "0 kB")),
-        memory_available=_kib(memory.get("MemAvailable", memory.get("MemFree", "0 kB"))),
-        memory_free=_kib(memory.get("MemFree", "0 kB")),
+        memory_total=kib("MemTotal"),
+        memory_available=kib("MemAvailable") if "MemAvailable" in memory else kib("MemFree"),
+        memory_free=kib("MemFree"),
     )
 
 
@@ -61,10 +65,6 @@ def _colon_table(path: Path) -> dict[str, str]:
         if colon:
             table.setdefault(name.strip(), value.strip())
     return table
-
-
-def _kib(value: str) -> int:
-    return int(value.split(maxsplit=1)[0]) * 1024
 
 
 class Gpu(Frozen):

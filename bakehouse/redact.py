@@ -26,6 +26,8 @@ _SECRET_NAME = re.compile(
     r"(?i)(?:^|_)(?:token|secret|password|passwd|api_?key|access_key|credentials?)$"
 )
 _SECRET_HEADERS = {"authorization", "proxy-authorization", "cookie", "set-cookie", "x-api-key"}
+_SECRET_FLAGS = {"--api-key", "--hf-token", "--token", "--password"}
+"""The word after one of these is hidden in a list."""
 _SHORT = 8
 """A shorter secret is hidden only as a whole word, so that ordinary text survives."""
 
@@ -124,28 +126,19 @@ class Redactor:
             return self.text(value)
         if isinstance(value, Mapping):
             return {
-                self.text(str(k)): HIDDEN if _is_header(k, v) else self.data(v)
+                self.text(str(k)): HIDDEN
+                if isinstance(v, str) and str(k).lower() in _SECRET_HEADERS
+                else self.data(v)
                 for k, v in value.items()
             }
         if isinstance(value, list | tuple):
-            return self._items(list(value))
+            return [
+                HIDDEN
+                if isinstance(item, str) and str(before).lower() in _SECRET_FLAGS
+                else self.data(item)
+                for before, item in zip((None, *value), value, strict=False)
+            ]
         return value
-
-    def _items(self, items: list[Any]) -> list[Any]:
-        """Give a list; a value that follows a flag such as `--api-key` is hidden."""
-        out: list[Any] = []
-        for before, item in zip([None, *items], items, strict=False):
-            hide = isinstance(before, str) and isinstance(item, str) and _is_secret_flag(before)
-            out.append(HIDDEN if hide else self.data(item))
-        return out
-
-
-def _is_header(key: Any, value: Any) -> bool:
-    return isinstance(value, str) and str(key).lower() in _SECRET_HEADERS
-
-
-def _is_secret_flag(word: str) -> bool:
-    return word.lower() in {"--api-key", "--hf-token", "--token", "--password"}
 
 
 def _hide_shape(found: re.Match[str]) -> str:

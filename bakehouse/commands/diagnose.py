@@ -23,11 +23,11 @@ _CHUNK = 1 << 18
 _GZIP = b"\x1f\x8b"
 _SAMPLE = 8192
 _ONLY_ZEROS = 64 << 20
-"""Bytes: a log that begins with more zeros than these is none."""
+"""Bytes: a file that begins with more zeros than these is not a log."""
 _CONTROLS = bytes(code for code in range(32) if code not in b"\a\b\t\n\v\f\r\x1b")
 _ZEROS = re.compile(rb"\0{16,}")
 """A file system leaves such runs in a log that was open when the machine died."""
-_COPY = "see that it may be read, or give a copy of it"
+_COPY = "check its permissions, or give a copy of it"
 _KINDS = {
     b"GGUF": "a GGUF model",
     b"\x7fELF": "a program",
@@ -69,7 +69,7 @@ def run(_: Context, options: Options) -> Outcome:
 
 
 def _feed(scanner: Scanner, log: IO[bytes], file: str) -> int:
-    """Read all of a log; give its bytes. Raises UsageError where it is none, or HostError.
+    """Read all of a log; return its size in bytes. Raises UsageError if it is no log, or HostError.
 
     Zeros at the start are skipped: a log that was cut while it was written begins with them.
     """
@@ -129,7 +129,7 @@ def _opened(file: str) -> Iterator[IO[bytes]]:
     try:
         raw = path.open("rb")
     except (FileNotFoundError, NotADirectoryError):
-        hint = "see that the path is right; `-` reads standard input"
+        hint = "check the path; `-` reads standard input"
         raise NotFound.named("log", file, where=str(path.absolute()), hint=hint) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)

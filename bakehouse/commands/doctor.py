@@ -52,11 +52,19 @@ def run(ctx: Context, _options: Options) -> Outcome:
         *_machine(host),
         _folder("cache", ctx.places.cache, DISK),
         _folder("state", ctx.places.state, 2**26),
-        _git(ctx),
+        _version(ctx, "git", "git", _apt("git"), "git", "--version"),
         *_tools(ctx),
     ]
     optional = [*_docker(ctx, gpus), _gpu(gpus), _toolkits(ctx), _ccache(ctx)]
     missing = [line for line in needed if not line.check.passed]
+    error = None
+    if missing:
+        fixes = dict.fromkeys(line.fix for line in missing if line.fix)
+        error = HostError(
+            f"missing on this machine: {', '.join(line.check.id for line in missing)}",
+            where="\n".join(f"{line.check.id}: {line.check.observed}" for line in missing),
+            hint="\n".join(fixes) or None,
+        )
     result = {
         "host": host.to_data(),
         "needed": [line.check.id for line in needed],
@@ -64,7 +72,7 @@ def run(ctx: Context, _options: Options) -> Outcome:
         "mends": {line.check.id: line.fix for line in (*needed, *optional) if line.fix},
     }
     checks = tuple(line.check for line in needed)
-    return Outcome(result, _text(host, optional, missing), checks, error=_error(missing))
+    return Outcome(result, _text(host, optional, missing), checks, error=error)
 
 
 def _line(
@@ -77,17 +85,6 @@ def _line(
     ok: bool | None,
 ) -> Line:
     return Line(check(id, expected, observed, where, ok=ok), fix)
-
-
-def _error(missing: list[Line]) -> HostError | None:
-    if not missing:
-        return None
-    fixes = dict.fromkeys(line.fix for line in missing if line.fix)
-    return HostError(
-        f"missing on this machine: {', '.join(line.check.id for line in missing)}",
-        where="\n".join(f"{line.check.id}: {line.check.observed}" for line in missing),
-        hint="\n".join(fixes) or None,
-    )
 
 
 def _text(host: HostFacts, optional: Iterable[Line], missing: list[Line]) -> str:
@@ -149,10 +146,6 @@ def _version(ctx: Context, name: str, expected: str, fix: str, *argv: str) -> Li
 
 def _apt(package: str) -> str:
     return f"{'' if os.geteuid() == 0 else 'sudo '}apt-get install -y {package}"
-
-
-def _git(ctx: Context) -> Line:
-    return _version(ctx, "git", "git", _apt("git"), "git", "--version")
 
 
 def _tools(ctx: Context) -> list[Line]:

@@ -1,29 +1,41 @@
-"""The task `lock`: resolve a recipe to exact pins, or report their drift."""
+"""The tasks `lock` and `fetch`: resolve a recipe to exact pins; download and verify them."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from bakehouse import flags
 from bakehouse.context import Context, Outcome
+from bakehouse.cuda.install import fetch as fetch_toolkit
 from bakehouse.errors import BakehouseError, LockError
-from bakehouse.lock import Drift, Lock, changes, describe, moved_line
+from bakehouse.host import read_host
+from bakehouse.lock import Drift, changes, describe, moved_line
 from bakehouse.patches import pin
+from bakehouse.patches.source_tree import ensure_tree, repository_of
 from bakehouse.preflight.rules import load_valid
-from bakehouse.recipe.loader import LoadedRecipe, find
+from bakehouse.recipe.loader import find
 from bakehouse.resolver import ensure_lock, lock_path, moved_refs, read_lock
-from bakehouse.sources.images import moved_tags
+from bakehouse.sources.images import ensure_image, moved_tags
+from bakehouse.sources.weights import ensure, refuse_offline
 
-Options = flags.Lock
 
-
-def run(ctx: Context, options: Options) -> Outcome:
+def run_lock(ctx: Context, options: flags.Lock) -> Outcome:
     """Write the lock if there is none; with `update`, update its pins."""
     loaded = load_valid(find(options.recipe, ctx.recipes), options.set_)
     pin.require_manifests(ctx, loaded)
-    before = _before(loaded)
-    lock = ensure_lock(ctx, loaded, update=options.update, say=False)
     path = lock_path(loaded.path)
+    try:
+        before = read_lock(path)
+    except LockError:  # reported by what follows
+        before = None
+    lock = ensure_lock(ctx, loaded, update=options.update, say=False)
     moved = changes(before, lock) if before else ()
-    refs = _refs(ctx, lock) if before and not options.update else ()
+    refs: tuple[Drift, ...] = ()
+    if before and not options.update:
+        try:
+            refs = (*moved_refs(ctx, lock), *moved_tags(ctx, lock))
+        except BakehouseError as error:
+            ctx.progress.say(f"cannot check whether a ref or tag moved: {error.what}")
     lines = describe(lock)
     if before and options.update:
         lines = [moved_line(change) for change in moved] or ["nothing moved", *lines]
@@ -44,18 +56,40 @@ def run(ctx: Context, options: Options) -> Outcome:
     )
 
 
-def _before(loaded: LoadedRecipe) -> Lock | None:
-    """Return the existing lock; None for one that cannot be read, which is reported later."""
-    try:
-        return read_lock(lock_path(loaded.path))
-    except LockError:
-        return None
-
-
-def _refs(ctx: Context, lock: Lock) -> tuple[Drift, ...]:
-    """Return the refs and tags that moved; if that is unknown, say so."""
-    try:
-        return (*moved_refs(ctx, lock), *moved_tags(ctx, lock))
-    except BakehouseError as error:
-        ctx.progress.say(f"cannot check whether a ref or tag moved: {error.what}")
-        return ()
+def run_fetch(ctx: Context, options: flags.Fetch) -> Outcome:
+    """Download what is missing and verify all of it."""
+    loaded = load_valid(find(options.recipe, ctx.recipes), options.set_)
+    pin.require_manifests(ctx, loaded)
+    lock = ensure_lock(ctx, loaded, locked=options.locked)
+    refuse_offline(ctx, lock)
+    ensure_tree(ctx, lock)
+    wheels = fetch_toolkit(ctx, lock.toolkit) if lock.toolkit else ()
+    arch = read_host().arch
+    images = {role: lock.image(arch, role) for role in lock.images}
+    for image in images.values():
+        ensure_image(ctx, image, arch)
+    weights = ensure(ctx, loaded, lock, rehash=options.rehash)
+    lines = []
+    source = None
+    if lock.source and lock.source_tree:
+        source = {
+            "repository": str(repository_of(ctx.places, lock.source)),
+            "tree": lock.source_tree,
+        }
+        lines.append(f"source: tree {lock.source_tree} in {source['repository']}")
+    lines += [f"{role}: {image.ref}" for role, image in images.items()]
+    for role, paths in weights.items():
+        size = sum(file.size for file in lock.weights[role].files)
+        lines.append(f"{role}: {paths.path} ({size:,} bytes, verified)")
+    if lock.toolkit:
+        lines.append(f"toolkit: CUDA {lock.toolkit.version}, {len(wheels)} wheels")
+    return Outcome(
+        result={
+            "lock": str(lock_path(loaded.path)),
+            "source": source,
+            "images": {role: image.ref for role, image in images.items()},
+            "toolkit": [str(path) for path in wheels],
+            "weights": {role: asdict(paths) for role, paths in weights.items()},
+        },
+        text="\n".join(lines),
+    )

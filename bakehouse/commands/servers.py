@@ -1,29 +1,37 @@
-"""How commands find a server."""
+"""The tasks `status`, `stop` and `logs`, and how commands find a server."""
 
 from __future__ import annotations
 
 import re
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from bakehouse import flags
-from bakehouse.context import Context
-from bakehouse.errors import BakehouseError, LockError, NotFound, NotHealthy, UsageError
+from bakehouse.context import Context, Outcome
+from bakehouse.errors import BakehouseError, HostError, LockError, NotFound, NotHealthy, UsageError
 from bakehouse.models import check
 from bakehouse.probe.client import served
 from bakehouse.probe.golden import known_of
 from bakehouse.probe.models import Endpoint, ServedModel
 from bakehouse.recipe.loader import find, load
 from bakehouse.recipe.models import Probe
-from bakehouse.redact import clean, without_credentials
+from bakehouse.redact import Redactor, clean, without_credentials
 from bakehouse.resolver import lock_path, read_lock
 from bakehouse.runs.store import Run
+from bakehouse.server.containers import MARKED, clear_questions, recent_timeout
 from bakehouse.server.launcher import kept_key
-from bakehouse.server.status import ServerStatus, engine_error, folders, get_status
-from bakehouse.server.verification import ServerHandle
+from bakehouse.server.log_tail import Tail
+from bakehouse.server.status import ServerStatus, engine_error, folders, get_status, stop
+from bakehouse.server.verification import ServerHandle, url_of
 from bakehouse.system.http import Unreachable, web_fault
+
+TICK_S = 0.2
+BLOCK = 1 << 16
+JSON_LINES = 1000
+"""Maximum lines in a JSON document unless `--lines` is given."""
 
 
 def server_name(recipe: str, instance: str) -> str:
@@ -48,8 +56,6 @@ def folder_of(ctx: Context, recipe: str) -> Path:
     mine = ctx.places.servers / recipe
     if plain and (mine in folders(ctx.places) or mine in folders(ctx.places, boxed=True)):
         return mine
-    from bakehouse.recipe.loader import find, load
-
     path = find(recipe, ctx.recipes)
     try:
         return ctx.places.servers / load(path).recipe.name
@@ -73,8 +79,6 @@ def as_data(seen: ServerStatus) -> dict[str, Any]:
     }  # fmt: skip
     if state is None:
         return data
-    from bakehouse.server.verification import url_of
-
     return data | {
         "pid": state.server.pid if state.server else None,
         "url": url_of(state.host, state.port) if state.port else None,
@@ -109,6 +113,118 @@ def line(seen: ServerStatus) -> str:
     if alarms := data.get("alarms"):
         more += f"\n    memory guard, {alarms[-1]['at']}: {alarms[-1]['reason']}"
     return clean(f"{seen.name:<20} {seen.word:<9} {rest.rstrip()}{more}")
+
+
+def run_status(ctx: Context, options: flags.Status) -> Outcome:
+    """Return the status of one server or all; record the end of those that are gone.
+
+    A server whose Docker Engine does not answer is unclear, and the outcome has an error.
+    """
+    one = (folder_of(ctx, options.recipe),) if options.recipe else ()
+    seen = [get_status(folder) for folder in one or folders(ctx.places, boxed=True)]
+    text = "\n".join(map(line, seen)) or "no server runs, and none has run yet"
+    timeout = recent_timeout()
+    if timeout:
+        text += f"\ncontainers without a server folder were not searched: {timeout.what}"
+    result = {
+        "servers": [as_data(server) for server in seen],
+        "unseen": timeout.what if timeout else None,
+    }
+    unclear = next(((server, server.error) for server in seen if server.error), None)
+    error = engine_error(*unclear, "see the status of each server") if unclear else None
+    return Outcome(result=result, text=text, error=error)
+
+
+def run_stop(ctx: Context, options: flags.Stop) -> Outcome:
+    """Stop one server or all; it is no error if nothing runs.
+
+    Raises HostError if something of a server still runs afterwards.
+    """
+    if bool(options.recipe) == options.all_:
+        raise UsageError("give either --recipe or --all", hint="--recipe NAME, or --all")
+    wanted = folders(ctx.places, boxed=True) if options.all_ else (folder_of(ctx, options.recipe),)
+    done, failed = [], []
+    for folder in wanted:
+        try:
+            done.append(stop(folder))
+        except HostError as error:  # stop the others first
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    if options.all_ or any((folder / MARKED).exists() for folder in wanted):
+        clear_questions()
+    if left := [p for folder in wanted for p in get_status(folder).processes]:
+        raise HostError(
+            "still running: " + ", ".join(f"process {p.pid}" for p in left),
+            hint="a process that hangs in the kernel ends when its driver releases it",
+        )
+    if boxes := [one.name for folder in wanted for one in get_status(folder).containers]:
+        raise HostError(
+            f"containers could not be removed: {', '.join(boxes)}",
+            hint="docker rm --force NAME; then read the engine's log",
+        )
+    shown = [one for one in done if one.ran] if options.all_ else done
+    result = {"servers": [vars(one) for one in done]}
+    text = "\n".join(f"{one.name}: {one.says}" for one in shown) or "no server runs"
+    return Outcome(result=result, text=text)
+
+
+def run_logs(ctx: Context, options: flags.Logs) -> Outcome:
+    """Return a server's log. Raises NotFound if it has none, UsageError for a bad number."""
+    if options.lines and not (options.lines.isascii() and options.lines.isdigit()):
+        raise UsageError(f"--lines takes a whole number, not '{options.lines}'")
+    wanted = int(options.lines) if options.lines else None
+    folder = folder_of(ctx, options.recipe)
+    log = folder / "server.log"
+    if not log.exists():
+        raise NotFound(
+            f"{folder.name} has no log yet", where=str(log),
+            hint=f"start it with: invoke serve --recipe {folder.name}",
+        )  # fmt: skip
+    key = kept_key(folder)
+    hide = Redactor((key,) if key else ())
+    last = last_lines(log, JSON_LINES if wanted is None else wanted)[0]
+    result = {"log": str(log), "lines": [hide.text(clean(text)) for text in last]}
+    return Outcome(result=result, lines=_log_lines(ctx, folder, wanted, options.follow, hide))
+
+
+def last_lines(log: Path, count: int) -> tuple[list[str], Tail]:
+    """Return the last `count` whole lines, and a tail that continues after them.
+
+    Reads from the end, so that a log of gigabytes costs no more than a small one.
+    """
+    size = log.stat().st_size
+    span = BLOCK
+    while True:
+        start = max(size - span, 0)
+        tail = Tail(log, start)
+        kept: deque[str] = deque(maxlen=count)
+        seen = 0
+        while new := tail.lines():
+            kept.extend(new)
+            seen += len(new)
+        if seen > count or not start:
+            return list(kept), tail
+        span *= 4
+
+
+def _log_lines(
+    ctx: Context, folder: Path, count: int | None, follow: bool, hide: Redactor
+) -> Iterator[str]:
+    """Yield the lines, and with `follow` new ones until the server ends."""
+    tail = Tail(folder / "server.log")
+    if count is not None:
+        last, tail = last_lines(folder / "server.log", count)
+        yield from map(hide.text, last)
+    while True:
+        alive = follow and bool(get_status(folder, inside=False).processes)
+        while new := tail.lines():
+            yield from map(hide.text, new)
+        if not alive:
+            break
+        ctx.clock.sleep(TICK_S)
+    if tail.rest:
+        yield hide.text(tail.rest.decode(errors="replace"))
 
 
 Which = flags.Probe | flags.Watch
@@ -193,21 +309,17 @@ def _ours(ctx: Context, which: Which, *, golden: bool) -> Target:
                 f"'{recipe.name}' has no lock, but golden values are for locked weights",
                 where=str(lock_path(loaded.path)), hint=f"invoke lock --recipe {which.recipe}",
             )  # fmt: skip
-        probe = _without_golden(probe)
+        # Without the suite that compares with the values which are about to be recorded.
+        suites = tuple(s for s in probe.suites or () if s != "reference")
+        probe = probe.model_copy(update={"suites": suites or ("facts",)})
     return Target(endpoint, probe, recipe.name, recipe.secrets, server, known)
-
-
-def _without_golden(probe: Probe) -> Probe:
-    """Leave out the suite that compares with golden values: they are about to be recorded."""
-    suites = tuple(s for s in probe.suites or () if s != "reference")
-    return probe.model_copy(update={"suites": suites or ("facts",)})
 
 
 def _base_url(url: str) -> str:
     """Return a URL without `/v1`. Raises UsageError."""
     if fault := web_fault(url):
         hint = "write scheme, host and port, as in http://127.0.0.1:8000"
-        if "@" in urlsplit(url).netloc:
+        if "password" in fault:
             hint = "put the key into an environment variable and name it with --api-key-env"
         shown = clean(without_credentials(url), one_line=True)
         raise UsageError(f"--url '{shown}' is not the URL of a server: {fault}", hint=hint)

@@ -12,8 +12,7 @@ import fcntl
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,9 +85,21 @@ class Index:
         """Return the runs that match, newest first."""
 
         def query(db: sqlite3.Connection) -> tuple[Entry, ...]:
-            _check_pages(db)
+            found = db.execute("PRAGMA quick_check(1)").fetchone()[0]  # pages that no query reads
+            if found != "ok":
+                error = sqlite3.DatabaseError(f"the index is damaged: {found}")
+                error.sqlite_errorname = "SQLITE_CORRUPT"
+                raise error
             self._update(db)
-            return _select(db, task, recipe, ok, limit)
+            rows = db.execute(
+                f"SELECT {_COLUMNS} FROM runs WHERE (?1 IS NULL OR task = ?1) "  # noqa: S608 - our own names
+                "AND (?2 IS NULL OR recipe = ?2) AND (?3 IS NULL OR ok = ?3) "
+                "ORDER BY started DESC, id DESC LIMIT ?4",
+                (task, recipe, ok, limit),
+            )
+            return tuple(
+                Entry(**{**dict(zip(_NAMES, row, strict=True)), "ok": bool(row[6])}) for row in rows
+            )
 
         return self._use(query)
 
@@ -102,7 +113,10 @@ class Index:
     def _use(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
         """Run `work` in one transaction; a damaged index is deleted and rebuilt."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        with _index_lock(self._file.with_suffix(".lock")):
+        lock = self._file.with_suffix(".lock")
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel releases it when the process ends
             try:
                 return self._transaction(work)
             except sqlite3.DatabaseError as error:
@@ -111,6 +125,8 @@ class Index:
             for suffix in ("", "-journal", "-wal", "-shm"):
                 Path(f"{self._file}{suffix}").unlink(missing_ok=True)
             return self._transaction(work)
+        finally:
+            os.close(handle)
 
     def _transaction(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
         with contextlib.closing(sqlite3.connect(self._file, timeout=10)) as db, db:
@@ -122,7 +138,7 @@ class Index:
 
     def _update(self, db: sqlite3.Connection) -> None:
         """Add missing runs, and drop those whose folder is gone."""
-        there = set(_names(self._runs))
+        there = set(os.listdir(self._runs)) if self._runs.exists() else set()
         known = {row[0] for row in db.execute("SELECT id FROM runs")}
         _insert(db, [e for name in there - known if (e := read_entry(self._runs / name))])
         db.executemany("DELETE FROM runs WHERE id = ?", [(name,) for name in known - there])
@@ -136,13 +152,6 @@ def read_entry(folder: Path) -> Entry | None:
         return None
 
 
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except FileNotFoundError:
-        return []
-
-
 def _insert(db: sqlite3.Connection, entries: list[Entry]) -> None:
     marks = ", ".join("?" for _ in _NAMES)
     db.executemany(
@@ -151,41 +160,7 @@ def _insert(db: sqlite3.Connection, entries: list[Entry]) -> None:
     )
 
 
-def _select(
-    db: sqlite3.Connection, task: str | None, recipe: str | None, ok: bool | None, limit: int
-) -> tuple[Entry, ...]:
-    rows = db.execute(
-        f"SELECT {_COLUMNS} FROM runs WHERE (?1 IS NULL OR task = ?1) "  # noqa: S608 - our own names
-        "AND (?2 IS NULL OR recipe = ?2) AND (?3 IS NULL OR ok = ?3) "
-        "ORDER BY started DESC, id DESC LIMIT ?4",
-        (task, recipe, ok, limit),
-    )
-    return tuple(
-        Entry(**{**dict(zip(_NAMES, row, strict=True)), "ok": bool(row[6])}) for row in rows
-    )
-
-
-def _check_pages(db: sqlite3.Connection) -> None:
-    """Raise sqlite3.DatabaseError for a damaged page, even one that no query reads."""
-    found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if found != "ok":
-        error = sqlite3.DatabaseError(f"the index is damaged: {found}")
-        error.sqlite_errorname = "SQLITE_CORRUPT"
-        raise error
-
-
 def _damaged(error: sqlite3.DatabaseError) -> bool:
     """Return whether the file itself is damaged, not the disk, a permission or a lock."""
     name = getattr(error, "sqlite_errorname", "")
     return name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_FORMAT", "SQLITE_ERROR"))
-
-
-@contextmanager
-def _index_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file; the kernel releases it when the process ends."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

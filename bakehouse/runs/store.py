@@ -177,12 +177,9 @@ class Run:
 
     def __init__(self, ctx: Context, task: str, recipe: str | None, now: datetime) -> None:
         self._ctx = ctx
-        self._task = task
-        self._recipe = recipe
         self._redactor = ctx.redactor
-        self._began = now
         self._clock_began = ctx.clock.monotonic()
-        self._fields: dict[str, str | None] = {"lock": None, "build": None}
+        self._fields: dict[str, Any] = {"task": task, "recipe": recipe, "started": _utc(now)}
         self._versions: dict[str, str] = {}
         self._host: dict[str, Any] = {}
         self._facts: dict[str, Any] = {}
@@ -207,7 +204,7 @@ class Run:
         ctx.redactor.add(*secret_values(ctx.environment, secrets))
         with _disk_errors(ctx.places.state):
             run = cls(ctx, task, recipe_name, ctx.clock.now())
-            run._write(UNFINISHED, exit_code=1, ok=False)
+            run._write(UNFINISHED, exit_code=1)
         try:
             with run_events(run.folder / EVENTS, ctx.redactor):
                 yield run
@@ -218,9 +215,11 @@ class Run:
         finally:
             with suppress(OSError):
                 run._hide_in(run.folder / EVENTS)
-        verdict, code = run._verdict()
+        missing = not_passed(run._checks)
+        failed = f"{len(missing)} of {len(run._checks)} checks did not pass"
+        verdict, code = run._finished or ((failed, 1) if missing else ("done", 0))
         with _disk_errors(ctx.places.state):
-            run._write(verdict, exit_code=code, ok=code == 0)
+            run._write(verdict, exit_code=code)
 
     @property
     def record(self) -> Path:
@@ -287,8 +286,7 @@ class Run:
 
     def pin(self, *, lock: str | None = None, build: str | None = None) -> None:
         """Record the digests of the lock and the build in use."""
-        self._fields["lock"] = lock or self._fields["lock"]
-        self._fields["build"] = build or self._fields["build"]
+        self._fields |= {k: v for k, v in (("lock", lock), ("build", build)) if v}
 
     def hide(self, *values: str) -> None:
         """Hide more secrets, such as a key read from a file."""
@@ -301,19 +299,16 @@ class Run:
     def save(self) -> None:
         """Write the record as `unfinished`."""
         with _disk_errors(self._ctx.places.state):
-            self._write(UNFINISHED, exit_code=1, ok=False, last=False)
-
-    def _verdict(self) -> tuple[str, int]:
-        if self._finished:
-            return self._finished
-        if missing := not_passed(self._checks):
-            return f"{len(missing)} of {len(self._checks)} checks did not pass", 1
-        return "done", 0
+            self._write(UNFINISHED, exit_code=1, last=False)
 
     def _end_with(self, error: BaseException) -> None:
         """Write the record of a run that failed; never hides its exception with another."""
         if isinstance(error, BakehouseError):
-            self._hide_in_error(error)
+            hide = self._redactor.text  # before the error is printed
+            error.what = hide(error.what)
+            error.args = (error.what,)
+            error.where = error.where and hide(error.where)
+            error.hint = error.hint and hide(error.hint)
             code = error.exit_code
             failure = Failure(id=error.id, what=error.what, where=error.where, hint=error.hint)
             self._checks += [c for c in error.checks if c not in self._checks]
@@ -325,40 +320,24 @@ class Run:
             if failure.id == "unexpected":
                 text = self._redactor.text("".join(traceback.format_exception(error)))
                 (self.folder / "traceback.txt").write_text(text, errors="replace")
-            self._write(failure.what, exit_code=code, ok=False, error=failure)
+            self._write(failure.what, exit_code=code, error=failure)
         except OSError as second:
             error.add_note(f"the record could not be written: {second}")
 
-    def _hide_in_error(self, error: BakehouseError) -> None:
-        """Remove secrets from an error before it is printed."""
-        hide = self._redactor.text
-        error.args = (hide(error.what),)
-        error.what = hide(error.what)
-        error.where = error.where and hide(error.where)
-        error.hint = error.hint and hide(error.hint)
-
     def _write(
-        self,
-        verdict: str,
-        *,
-        exit_code: int,
-        ok: bool,
-        error: Failure | None = None,
-        last: bool = True,
+        self, verdict: str, *, exit_code: int, error: Failure | None = None, last: bool = True
     ) -> None:
-        """Write the record; sync it and add it to the index if this may be the last time."""
+        """Write the record; sync it and add it to the index if this may be the last time.
+
+        A failure of the index is only reported, since it can be rebuilt.
+        """
         record = Record(
             id=self.id,
-            task=self._task,
-            recipe=self._recipe,
-            started=_utc(self._began),
             ended=_utc(self._ctx.clock.now()),
             seconds=round(self._ctx.clock.monotonic() - self._clock_began, 3),
-            ok=ok,
+            ok=exit_code == 0,
             exit=exit_code,
             verdict=verdict,
-            lock=self._fields["lock"],
-            build=self._fields["build"],
             versions=self._versions,
             host=plain(self._host),
             steps=tuple(self._steps),
@@ -367,19 +346,17 @@ class Run:
             suites=tuple(self._suites),
             facts=plain(self._facts),
             error=error,
+            **self._fields,
         )
         data = self._redactor.data(record.to_data())
         files.write(self.record, to_json(data).encode(errors="replace"), sync=last)
-        if last:
-            self._index(Entry.from_data(data))
-
-    def _index(self, entry: Entry) -> None:
-        """Add a row; a failure is only reported, since the index can be rebuilt."""
+        if not last:
+            return
         try:
-            Index(self._ctx.places).add(entry)
-        except (OSError, sqlite3.Error) as error:
+            Index(self._ctx.places).add(Entry.from_data(data))
+        except (OSError, sqlite3.Error) as failed:
             self._ctx.progress.say(
-                f"could not write the index of runs ({error}); the record itself is safe"
+                f"could not write the index of runs ({failed}); the record itself is safe"
             )
 
     def _hide_in(self, log: Path) -> None:

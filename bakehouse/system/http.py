@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urljoin, urlsplit
 
 from bakehouse import __version__
 from bakehouse.debug_log import debug
 from bakehouse.errors import HostError
 from bakehouse.redact import clean
-from bakehouse.system.clock import Clock, RealClock
+from bakehouse.system.clock import Clock
 
 if TYPE_CHECKING:
     import requests
@@ -154,23 +154,18 @@ def _session(connections: _Connections) -> requests.Session:
     from urllib3.connection import HTTPConnection, HTTPSConnection
     from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
-    class Plain(HTTPConnection):
-        def connect(self) -> None:
+    def registered(kind: type[HTTPConnection], pool: type[HTTPConnectionPool]) -> Any:
+        def connect(self: HTTPConnection) -> None:
             connections.opening(self)
-            super().connect()
+            kind.connect(self)
 
-    class Tls(HTTPSConnection):
-        def connect(self) -> None:
-            connections.opening(self)
-            super().connect()
+        ours = type(kind.__name__, (kind,), {"connect": connect})
+        return type(pool.__name__, (pool,), {"ConnectionCls": ours})
 
-    class PlainPool(HTTPConnectionPool):
-        ConnectionCls = Plain
-
-    class TlsPool(HTTPSConnectionPool):
-        ConnectionCls = Tls
-
-    pools: dict[str, type[HTTPConnectionPool]] = {"http": PlainPool, "https": TlsPool}
+    pools = {
+        "http": registered(HTTPConnection, HTTPConnectionPool),
+        "https": registered(HTTPSConnection, HTTPSConnectionPool),
+    }
 
     class Adapter(HTTPAdapter):
         def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
@@ -315,13 +310,7 @@ def why(error: BaseException) -> Unreachable:
 
 
 def _ask_in_time(
-    method: str,
-    url: str,
-    *,
-    json: Any,
-    headers: Mapping[str, str],
-    timeout: float,
-    max_bytes: int,
+    method: str, url: str, json: Any, headers: Mapping[str, str], timeout: float, max_bytes: int
 ) -> Reply:
     """Send one request; `timeout` limits all of it, from the name's look-up to the last byte.
 
@@ -332,9 +321,28 @@ def _ask_in_time(
     outcome: list[Reply | Unreachable] = []
     done = threading.Event()  # is_alive() is wrong after a join that a signal interrupted (3.11)
 
+    def request() -> Reply:
+        started = time.monotonic()
+        with exchange(
+            method, url, headers=headers, timeouts=(timeout + LATER_S, timeout + LATER_S),
+            json=json, connections=connections,
+        ) as response:  # fmt: skip
+            too_long = Unreachable(f"the answer is longer than {max_bytes:,} bytes")
+            length = response.headers.get("Content-Length", "")
+            number = length.isascii() and length.isdigit()  # of any number of digits
+            if method != "HEAD" and number and (len(length) > 18 or int(length) > max_bytes):
+                raise too_long
+            body = bytearray()
+            for chunk in response.iter_content(CHUNK):
+                body += chunk
+                if len(body) > max_bytes:
+                    raise too_long
+            seconds = time.monotonic() - started
+            return Reply(response.status_code, response.headers, bytes(body), seconds)
+
     def work() -> None:
         try:
-            outcome.append(_ask(method, url, json, headers, timeout, max_bytes, connections))
+            outcome.append(request())
         except Exception as error:
             outcome.append(why(error))
         finally:
@@ -352,40 +360,6 @@ def _ask_in_time(
     if isinstance(outcome[0], Unreachable):
         raise outcome[0]
     return outcome[0]
-
-
-def _above(announced: str, limit: int) -> bool:
-    """Whether a length is a number above a limit, however many digits it has."""
-    if not (announced.isascii() and announced.isdigit()):
-        return False
-    return len(announced) > 18 or int(announced) > limit
-
-
-def _ask(
-    method: str,
-    url: str,
-    json: Any,
-    headers: Mapping[str, str],
-    timeout: float,
-    max_bytes: int,
-    connections: _Connections,
-) -> Reply:
-    started = time.monotonic()
-    with exchange(
-        method, url, headers=headers, timeouts=(timeout + LATER_S, timeout + LATER_S), json=json,
-        connections=connections,
-    ) as response:  # fmt: skip
-        too_long = Unreachable(f"the answer is longer than {max_bytes:,} bytes")
-        announced = response.headers.get("Content-Length", "")
-        if _above(announced, max_bytes) and method != "HEAD":
-            raise too_long
-        body = bytearray()
-        for chunk in response.iter_content(CHUNK):
-            body += chunk
-            if len(body) > max_bytes:
-                raise too_long
-        seconds = time.monotonic() - started
-        return Reply(response.status_code, response.headers, bytes(body), seconds)
 
 
 class HttpStatus(HostError):
@@ -407,8 +381,11 @@ class HttpStatus(HostError):
         self.headers = headers or {}
 
 
-class Http(Protocol):
-    """HTTP requests and downloads."""
+class Http:
+    """HTTP through `requests`. `.netrc` is not read; no proxy is used for loopback."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or Clock()
 
     def ask(
         self,
@@ -420,7 +397,18 @@ class Http(Protocol):
         timeout: float = 30.0,
         max_bytes: int = 8 * 2**20,
     ) -> Reply:
-        """Send one request, no retry; `timeout` (seconds) limits all of it. Raises Unreachable."""
+        """Send one request, no retry; `timeout` (seconds) limits all of it. Raises Unreachable.
+
+        Redirects are followed for GET and HEAD, but not from https to http, and not between this
+        machine and another one.
+        """
+        try:
+            reply = _ask_in_time(method, url, json, headers or {}, timeout, max_bytes)
+        except Unreachable as error:
+            debug("http", method=method, url=url, unreachable=error.why)
+            raise
+        debug("http", method=method, url=url, status=reply.status, seconds=round(reply.seconds, 3))
+        return reply
 
     def download(
         self,
@@ -438,51 +426,6 @@ class Http(Protocol):
         Retry-After is obeyed; `on_wait` gets a line before each pause. Return whether the file was
         put together from several responses. The caller verifies the hash.
         """
-
-
-class RealHttp:
-    """HTTP through `requests`. `.netrc` is not read; no proxy is used for loopback."""
-
-    def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or RealClock()
-
-    def ask(
-        self,
-        method: str,
-        url: str,
-        *,
-        json: Any = None,
-        headers: Mapping[str, str] | None = None,
-        timeout: float = 30.0,
-        max_bytes: int = 8 * 2**20,
-    ) -> Reply:
-        """See `Http.ask`.
-
-        Redirects are followed for GET and HEAD, but not from https to http, and not between this
-        machine and another one.
-        """
-        try:
-            reply = _ask_in_time(
-                method, url, json=json, headers=headers or {}, timeout=timeout, max_bytes=max_bytes
-            )
-        except Unreachable as error:
-            debug("http", method=method, url=url, unreachable=error.why)
-            raise
-        debug("http", method=method, url=url, status=reply.status, seconds=round(reply.seconds, 3))
-        return reply
-
-    def download(
-        self,
-        url: str,
-        target: Path,
-        *,
-        headers: Mapping[str, str] | None = None,
-        size: int | None = None,
-        on_bytes: Callable[[int, int | None], None] | None = None,
-        on_wait: Callable[[str], None] | None = None,
-    ) -> bool:
-        """See `Http.download`."""
         from bakehouse.system.download import Download
 
-        way = Download(url, target, headers or {}, size, on_bytes, on_wait, self._clock)
-        return way.run()
+        return Download(url, target, headers or {}, size, on_bytes, on_wait, self._clock).run()

@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Protocol, cast
+from typing import IO, cast
 
 from bakehouse.debug_log import debug
 
@@ -88,35 +88,7 @@ class Captured:
         return self.code == 0
 
 
-class Processes(Protocol):
-    """Runs child processes."""
-
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: Path | None = None,
-        log: Path | None = None,
-        on_line: Callable[[str], None] | None = None,
-        timeout: float | None = None,
-        keep_lines: int = 200,
-    ) -> Finished:
-        """Run to the end; every line goes to `log` and `on_line`; `timeout` in seconds."""
-
-    def capture(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: Path | None = None,
-        timeout: float = 60,
-        stdin: bytes | None = None,
-    ) -> Captured:
-        """Run a short command; one that is not found gives code 127. `timeout` in seconds."""
-
-
-class RealProcesses:
+class Processes:
     """Runs child processes on this machine."""
 
     def run(
@@ -130,7 +102,7 @@ class RealProcesses:
         timeout: float | None = None,
         keep_lines: int = 200,
     ) -> Finished:
-        """See `Processes.run`."""
+        """Run to the end; every line goes to `log` and `on_line`; `timeout` in seconds."""
         started = time.monotonic()
         tail: deque[str] = deque(maxlen=keep_lines)
         with _adopting_orphans():
@@ -149,7 +121,7 @@ class RealProcesses:
         timeout: float = 60,
         stdin: bytes | None = None,
     ) -> Captured:
-        """See `Processes.capture`."""
+        """Run a short command; one that is not found gives code 127. `timeout` in seconds."""
         try:
             done = subprocess.run(
                 list(argv),

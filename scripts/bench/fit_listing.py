@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bakehouse.commands import fit
 from bakehouse.context import Context
 from bakehouse.paths import Places
-from bakehouse.system.http import Reply
+from bakehouse.system.http import Http, Reply
 from tests.support.checkpoints import gguf_bytes, llama_metadata
 from tests.support.filehost import serve_files
 
@@ -48,7 +48,7 @@ def heads() -> list[bytes]:
 
 
 @dataclass
-class Played:
+class Played(Http):
     """The hub's files: their heads by range."""
 
     heads: list[bytes]
@@ -71,19 +71,6 @@ class Played:
         first, _, last = (headers or {})["Range"].removeprefix("bytes=").partition("-")
         body = head[int(first) : int(last) + 1].ljust(int(last) + 1 - int(first), b"\0")
         return Reply(206, {}, body, 0.0)
-
-    def download(
-        self,
-        url: str,
-        target: Path,
-        *,
-        headers: Mapping[str, str] | None = None,
-        size: int | None = None,
-        on_bytes: Callable[[int, int | None], None] | None = None,
-        on_wait: Callable[[str], None] | None = None,
-    ) -> bool:
-        """Never called: `fit` downloads nothing."""
-        raise NotImplementedError
 
 
 def main() -> None:

@@ -23,11 +23,11 @@ HALT = """
 import os, sys, time
 from datetime import UTC, datetime
 from pathlib import Path
-from bakehouse.util import files as atomic
+from bakehouse.util import files
 def halt(*_):
     print("in the middle", flush=True)
     time.sleep(60)
-vars(atomic.os)["replace"] = halt
+vars(files.os)["replace"] = halt
 folder = Path(sys.argv[1])
 """
 WRITERS = {

@@ -28,11 +28,14 @@ from pathlib import Path
 from dataclasses import dataclass
 from bakehouse.cli import main
 from bakehouse.context import Outcome
+from bakehouse.flags import TASKS
 from bakehouse.runs.store import Run
 
 @dataclass(frozen=True)
 class Options:
     how: str = ""
+    module = "try"
+    function = "run"
 
 def run(ctx, options):
     if options.how == "long":
@@ -52,7 +55,7 @@ def run(ctx, options):
     return Outcome({}, "built")
 
 module = types.ModuleType("bakehouse.commands.try")
-module.__dict__.update(Options=Options, run=run)
+module.run, TASKS["try"] = run, Options
 sys.modules["bakehouse.commands.try"] = module
 sys.exit(main("try", {"how": sys.argv[1]}, json="--json" in sys.argv))
 """

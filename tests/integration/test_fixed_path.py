@@ -25,7 +25,7 @@ from bakehouse.plan.build import plan_build
 from bakehouse.plan.types import BuildPlan
 from bakehouse.runs.store import Run
 from bakehouse.system import mount_namespace
-from bakehouse.system.process import Finished, RealProcesses, environment
+from bakehouse.system.process import Finished, Processes, environment
 from bakehouse.toolchain import find_tools
 from tests.support.small_engine import FILES, small_lock, small_recipe, write_small
 
@@ -39,7 +39,7 @@ def allowed(context: Context) -> None:
 
 
 def run(folder: Path, *argv: str) -> Finished:
-    return RealProcesses().run((*mounting(str(folder)), *argv), env=environment())
+    return Processes().run((*mounting(str(folder)), *argv), env=environment())
 
 
 def test_fixed_path_is_seen_by_the_command_only(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_fixed_path_that_cannot_be_mounted(tmp_path: Path, kind: str) -> None:
         place = Path("/proc/nowhere")
     argv = [*mounting(str(tmp_path)), "touch", "ran"]
     argv[argv.index(PLACE)] = str(place)
-    done = RealProcesses().run(argv, env=environment())
+    done = Processes().run(argv, env=environment())
     assert done.code == mount_namespace.REFUSED
     assert f"no folder can be mounted at {place}" in done.lines[0]
     assert not (tmp_path / "ran").exists()
@@ -115,10 +115,10 @@ def test_fixed_path_keeps_the_user(tmp_path: Path) -> None:
 def test_fixed_path_command_ends_with_its_parent(tmp_path: Path) -> None:
     mark = f"31.{os.getpid()}"
     code = (
-        "from bakehouse.system.process import RealProcesses, environment\n"
+        "from bakehouse.system.process import Processes, environment\n"
         "from bakehouse.engines.llamacpp.cmake import mounting\n"
         f"argv = (*mounting({str(tmp_path)!r}), 'sh', '-c', 'setsid sleep {mark} & wait')\n"
-        "RealProcesses().run(argv, env=environment())\n"
+        "Processes().run(argv, env=environment())\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
     deadline = time.monotonic() + 15

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bakehouse.errors import HostError
-from bakehouse.system.http import HttpStatus, RealHttp, Unreachable
+from bakehouse.system.http import Http, HttpStatus, Unreachable
 from tests.support.clocks import ImpatientClock
 from tests.support.filehost import (
     Fault,
@@ -47,11 +47,11 @@ def clock() -> ImpatientClock:
 
 
 @pytest.fixture
-def http(clock: ImpatientClock) -> RealHttp:
-    return RealHttp(clock)
+def http(clock: ImpatientClock) -> Http:
+    return Http(clock)
 
 
-def test_request_sends_json_and_headers(host: FileHost, http: RealHttp) -> None:
+def test_request_sends_json_and_headers(host: FileHost, http: Http) -> None:
     host.put("/v1", b'{"a": 1}').headers["X-Some"] = "thing"
     reply = http.ask("POST", host.at("/v1"), json={"q": "é"}, headers={"X-Key": "k"})
     assert (reply.status, reply.json(), reply.headers["x-some"]) == (200, {"a": 1}, "thing")
@@ -60,13 +60,13 @@ def test_request_sends_json_and_headers(host: FileHost, http: RealHttp) -> None:
     assert host.requests[0].headers["x-key"] == "k"
 
 
-def test_request_returns_an_error_status(host: FileHost, http: RealHttp) -> None:
+def test_request_returns_an_error_status(host: FileHost, http: Http) -> None:
     host.put("/", b"", status(503, b'{"error": "Loading model"}'))
     reply = http.ask("GET", host.at("/"))
     assert (reply.status, reply.text) == (503, '{"error": "Loading model"}')
 
 
-def test_request_to_a_closed_port(http: RealHttp) -> None:
+def test_request_to_a_closed_port(http: Http) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/"
@@ -90,9 +90,7 @@ def test_request_to_a_closed_port(http: RealHttp) -> None:
         (raw(OK + b"X: " + b"y" * 100_000 + b"\r\n\r\n"), "not HTTP"),
     ],
 )
-def test_request_names_a_broken_answer(
-    host: FileHost, http: RealHttp, fault: Fault, why: str
-) -> None:
+def test_request_names_a_broken_answer(host: FileHost, http: Http, fault: Fault, why: str) -> None:
     host.put("/", b"", fault)
     with pytest.raises(Unreachable, match=why) as caught:
         http.ask("GET", host.at("/"), timeout=5, max_bytes=1000)
@@ -108,7 +106,7 @@ def test_request_names_a_broken_answer(
     ],
     ids=["headers byte by byte", "body byte by byte", "silence"],
 )
-def test_request_timeout_limits_the_whole(host: FileHost, http: RealHttp, fault: Fault) -> None:
+def test_request_timeout_limits_the_whole(host: FileHost, http: Http, fault: Fault) -> None:
     host.put("/", b"", fault)
     started = time.monotonic()
     with pytest.raises(Unreachable, match=r"within 0\.4 s"):
@@ -116,7 +114,7 @@ def test_request_timeout_limits_the_whole(host: FileHost, http: RealHttp, fault:
     assert time.monotonic() - started < 10  # the fault lasts far longer
 
 
-def test_request_is_closed_by_an_interrupt(http: RealHttp) -> None:
+def test_request_is_closed_by_an_interrupt(http: Http) -> None:
     """Else a server that is told to end would wait for it."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
 
@@ -138,7 +136,7 @@ def test_request_is_closed_by_an_interrupt(http: RealHttp) -> None:
             assert connection.recv(4096) == b""
 
 
-def test_redirect_to_another_origin_drops_credentials(http: RealHttp) -> None:
+def test_redirect_to_another_origin_drops_credentials(http: Http) -> None:
     with serve_files() as one, serve_files() as other:
         other.put("/there", b"here")
         one.put("/", b"", redirect(other.at("/there")))
@@ -152,9 +150,7 @@ def test_redirect_to_another_origin_drops_credentials(http: RealHttp) -> None:
     assert one.requests[-1].headers["authorization"] == "Bearer sesame"
 
 
-def test_redirect_to_another_scheme_is_refused(
-    host: FileHost, http: RealHttp, tmp_path: Path
-) -> None:
+def test_redirect_to_another_scheme_is_refused(host: FileHost, http: Http, tmp_path: Path) -> None:
     rows = ["file:///etc/passwd", "ftp://127.0.0.1/x", "gopher://x/"]
     for to in rows:
         host.put("/", b"", redirect(to), redirect(to))
@@ -164,9 +160,7 @@ def test_redirect_to_another_scheme_is_refused(
             http.download(host.at("/"), tmp_path / "f")
 
 
-def test_redirect_to_an_invalid_url_is_refused(
-    host: FileHost, http: RealHttp, tmp_path: Path
-) -> None:
+def test_redirect_to_an_invalid_url_is_refused(host: FileHost, http: Http, tmp_path: Path) -> None:
     rows = ["http://[bad/", "http://127.0.0.1:99999/", "http://h:0/", f"http://{'a' * 60_000}/"]
     for to in rows:
         host.put("/", b"", redirect(to), redirect(to))
@@ -177,20 +171,20 @@ def test_redirect_to_an_invalid_url_is_refused(
             http.download(host.at("/"), tmp_path / "f")
 
 
-def test_redirect_loop_ends(host: FileHost, http: RealHttp) -> None:
+def test_redirect_loop_ends(host: FileHost, http: Http) -> None:
     host.put("/", b"", *[redirect("/")] * 20)
     with pytest.raises(Unreachable, match="redirected more than"):
         http.ask("GET", host.at("/"))
 
 
-def test_redirect_does_not_repeat_a_post(host: FileHost, http: RealHttp) -> None:
+def test_redirect_does_not_repeat_a_post(host: FileHost, http: Http) -> None:
     host.put("/", b"", redirect("/other"))
     assert http.ask("POST", host.at("/"), json={}).status == 302
     assert len(host.requests) == 1
 
 
 def test_request_to_loopback_uses_no_proxy(
-    host: FileHost, http: RealHttp, monkeypatch: pytest.MonkeyPatch
+    host: FileHost, http: Http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
@@ -199,7 +193,7 @@ def test_request_to_loopback_uses_no_proxy(
     assert http.ask("GET", host.at("/")).body == b"direct"
 
 
-def test_download_whole(host: FileHost, http: RealHttp, tmp_path: Path) -> None:
+def test_download_whole(host: FileHost, http: Http, tmp_path: Path) -> None:
     host.put("/f", DATA)
     seen: list[tuple[int, int | None]] = []
     target = tmp_path / "deep" / "f"
@@ -209,7 +203,7 @@ def test_download_whole(host: FileHost, http: RealHttp, tmp_path: Path) -> None:
     assert [p.name for p in target.parent.iterdir()] == ["f"]
 
 
-def test_download_resumes_where_it_was_cut(host: FileHost, http: RealHttp, tmp_path: Path) -> None:
+def test_download_resumes_where_it_was_cut(host: FileHost, http: Http, tmp_path: Path) -> None:
     host.put("/f", DATA, cut(1000), cut(5000), status(503))
     http.download(host.at("/f"), tmp_path / "f", size=len(DATA))
     assert (tmp_path / "f").read_bytes() == DATA
@@ -218,9 +212,7 @@ def test_download_resumes_where_it_was_cut(host: FileHost, http: RealHttp, tmp_p
     assert host.requests[1].headers["if-range"] == '"one"'
 
 
-def test_download_without_length_is_cut_by_size(
-    host: FileHost, http: RealHttp, tmp_path: Path
-) -> None:
+def test_download_without_length_is_cut_by_size(host: FileHost, http: Http, tmp_path: Path) -> None:
     short = raw(OK + b'ETag: "one"\r\n\r\n' + DATA[:777])
     host.put("/f", DATA, short)
     http.download(host.at("/f"), tmp_path / "f", size=len(DATA))
@@ -229,7 +221,7 @@ def test_download_without_length_is_cut_by_size(
 
 
 def test_download_starts_over_if_the_file_changed(
-    host: FileHost, http: RealHttp, tmp_path: Path
+    host: FileHost, http: Http, tmp_path: Path
 ) -> None:
     host.put("/f", DATA, cut(1000, etag='"before"'))
     http.download(host.at("/f"), tmp_path / "f")
@@ -237,23 +229,21 @@ def test_download_starts_over_if_the_file_changed(
 
 
 def test_download_starts_over_if_if_range_is_ignored(
-    host: FileHost, http: RealHttp, tmp_path: Path
+    host: FileHost, http: Http, tmp_path: Path
 ) -> None:
     host.put("/f", DATA, cut(1000, etag='"before"'), cut(2000, etag='"one"'))
     http.download(host.at("/f"), tmp_path / "f")
     assert (tmp_path / "f").read_bytes() == DATA
 
 
-def test_download_starts_over_without_ranges(
-    host: FileHost, http: RealHttp, tmp_path: Path
-) -> None:
+def test_download_starts_over_without_ranges(host: FileHost, http: Http, tmp_path: Path) -> None:
     host.put("/f", DATA, cut(1000)).ranges = False
     http.download(host.at("/f"), tmp_path / "f")
     assert (tmp_path / "f").read_bytes() == DATA
 
 
 def test_download_of_a_whole_part_fetches_nothing(
-    host: FileHost, http: RealHttp, tmp_path: Path
+    host: FileHost, http: Http, tmp_path: Path
 ) -> None:
     host.put("/f", DATA)
     (tmp_path / "f.part").write_bytes(DATA)
@@ -265,7 +255,7 @@ def test_download_of_a_whole_part_fetches_nothing(
 
 
 def test_download_discards_a_part_that_is_too_long(
-    host: FileHost, http: RealHttp, tmp_path: Path
+    host: FileHost, http: Http, tmp_path: Path
 ) -> None:
     host.put("/f", DATA)
     (tmp_path / "f.part").write_bytes(DATA + b"more")
@@ -275,7 +265,7 @@ def test_download_discards_a_part_that_is_too_long(
 
 
 def test_download_discards_a_part_of_unknown_origin(
-    host: FileHost, http: RealHttp, tmp_path: Path
+    host: FileHost, http: Http, tmp_path: Path
 ) -> None:
     rows = ["", "not json", "[]", '{"url": "http://elsewhere/f"}']
     for note in rows:
@@ -289,7 +279,7 @@ def test_download_discards_a_part_of_unknown_origin(
 
 
 def test_download_obeys_retry_after(
-    host: FileHost, http: RealHttp, clock: ImpatientClock, tmp_path: Path
+    host: FileHost, http: Http, clock: ImpatientClock, tmp_path: Path
 ) -> None:
     host.put("/f", DATA, status(429, headers={"Retry-After": "7"}), status(503))
     http.download(host.at("/f"), tmp_path / "f")
@@ -298,7 +288,7 @@ def test_download_obeys_retry_after(
 
 
 def test_download_gives_up_on_a_long_retry_after(
-    host: FileHost, http: RealHttp, clock: ImpatientClock, tmp_path: Path
+    host: FileHost, http: Http, clock: ImpatientClock, tmp_path: Path
 ) -> None:
     host.put("/f", DATA, status(429, headers={"Retry-After": "86400"}))
     with pytest.raises(HostError, match=r"429.*86400 s"):
@@ -306,7 +296,7 @@ def test_download_gives_up_on_a_long_retry_after(
     assert clock.slept == []
 
 
-def test_download_retries_end(host: FileHost, http: RealHttp, tmp_path: Path) -> None:
+def test_download_retries_end(host: FileHost, http: Http, tmp_path: Path) -> None:
     host.put("/f", DATA, cut(1000), *[status(503)] * 50)
     with pytest.raises(HostError, match="503") as caught:
         http.download(host.at("/f"), tmp_path / "f")
@@ -315,9 +305,7 @@ def test_download_retries_end(host: FileHost, http: RealHttp, tmp_path: Path) ->
     assert (tmp_path / "f.part").stat().st_size == 1000  # kept for the next run
 
 
-def test_download_does_not_retry_a_final_status(
-    host: FileHost, http: RealHttp, tmp_path: Path
-) -> None:
+def test_download_does_not_retry_a_final_status(host: FileHost, http: Http, tmp_path: Path) -> None:
     rows = [401, 403, 404, 410, 501]
     for code in rows:
         host.put("/f", DATA, status(code, b"<html>"))
@@ -328,29 +316,27 @@ def test_download_does_not_retry_a_final_status(
     assert len(host.requests) == len(rows)
 
 
-def test_download_refuses_another_size(host: FileHost, http: RealHttp, tmp_path: Path) -> None:
+def test_download_refuses_another_size(host: FileHost, http: Http, tmp_path: Path) -> None:
     host.put("/f", DATA)
     with pytest.raises(HostError, match="wrong size"):
         http.download(host.at("/f"), tmp_path / "f", size=len(DATA) - 1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_download_keeps_compressed_files(host: FileHost, http: RealHttp, tmp_path: Path) -> None:
+def test_download_keeps_compressed_files(host: FileHost, http: Http, tmp_path: Path) -> None:
     host.put("/f.tar.gz", b"\x1f\x8b" + DATA).headers["Content-Encoding"] = "gzip"
     http.download(host.at("/f.tar.gz"), tmp_path / "f")
     assert (tmp_path / "f").read_bytes() == b"\x1f\x8b" + DATA
 
 
-def test_download_hides_a_secret_in_the_url(host: FileHost, http: RealHttp, tmp_path: Path) -> None:
+def test_download_hides_a_secret_in_the_url(host: FileHost, http: Http, tmp_path: Path) -> None:
     url = host.url.replace("http://", "http://user:hunter2@") + "/missing"
     with pytest.raises(HttpStatus) as caught:
         http.download(url, tmp_path / "f")
     assert "hunter2" not in f"{caught.value} {caught.value.where}"
 
 
-def test_download_on_a_full_disk_keeps_the_part(
-    host: FileHost, http: RealHttp, tmp_path: Path
-) -> None:
+def test_download_on_a_full_disk_keeps_the_part(host: FileHost, http: Http, tmp_path: Path) -> None:
     """A file-size limit gives the same error path as a full disk: the kernel refuses a write."""
     host.put("/f", DATA)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -368,7 +354,7 @@ def test_download_on_a_full_disk_keeps_the_part(
 
 
 def test_download_larger_than_the_disk_is_refused(
-    host: FileHost, http: RealHttp, tmp_path: Path
+    host: FileHost, http: Http, tmp_path: Path
 ) -> None:
     huge = 2**60
     host.put("/f", b"", raw(OK + b"Content-Length: %d\r\n\r\n" % huge))
@@ -376,9 +362,7 @@ def test_download_larger_than_the_disk_is_refused(
         http.download(host.at("/f"), tmp_path / "f")
 
 
-def test_download_names_an_unwritable_folder(
-    host: FileHost, http: RealHttp, tmp_path: Path
-) -> None:
+def test_download_names_an_unwritable_folder(host: FileHost, http: Http, tmp_path: Path) -> None:
     host.put("/f", DATA)
     (tmp_path / "file").write_text("")
     with pytest.raises(HostError, match="cannot be written") as caught:
@@ -386,11 +370,11 @@ def test_download_names_an_unwritable_folder(
     assert str(tmp_path / "file") in str(caught.value.where)
 
 
-def test_download_resumes_after_kill(host: FileHost, http: RealHttp, tmp_path: Path) -> None:
+def test_download_resumes_after_kill(host: FileHost, http: Http, tmp_path: Path) -> None:
     host.put("/f", DATA, cut(300_000, pause=10))
     code = (
-        "import sys; from pathlib import Path; from bakehouse.system.http import RealHttp\n"
-        "RealHttp().download(sys.argv[1], Path(sys.argv[2]))"
+        "import sys; from pathlib import Path; from bakehouse.system.http import Http\n"
+        "Http().download(sys.argv[1], Path(sys.argv[2]))"
     )
     argv = [sys.executable, "-c", code, host.at("/f"), str(tmp_path / "f")]
     child = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": os.getcwd()})

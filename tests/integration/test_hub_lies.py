@@ -19,7 +19,7 @@ from bakehouse.lock import Lock, WeightPin
 from bakehouse.sources import files as known
 from bakehouse.sources import weights
 from bakehouse.sources.weights import ensure, pin_weights
-from bakehouse.system.http import RealHttp
+from bakehouse.system.http import Http
 from tests.support.clocks import ImpatientClock
 from tests.support.filehost import Handler, cut, status
 from tests.support.heard import Heard
@@ -46,7 +46,7 @@ def heard() -> Heard:
 def ctx(context: Context, hub: Hub, heard: Heard) -> Context:
     clock = ImpatientClock()
     return replace(
-        context, environment={"HF_ENDPOINT": hub.url}, clock=clock, http=RealHttp(clock),
+        context, environment={"HF_ENDPOINT": hub.url}, clock=clock, http=Http(clock),
         progress=heard,
     )  # fmt: skip
 

@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
-from bakehouse.commands import build, fetch, lock, plan, serve
+from bakehouse import flags
+from bakehouse.commands import build, plan, serve
+from bakehouse.commands.lock import run_fetch, run_lock
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError
 from bakehouse.patches.source_tree import materialise
@@ -102,12 +104,12 @@ def write(ctx: Context, **over: Any) -> Path:
 def test_lock_first_is_written_and_printed(ctx: Context, repo: Repo, said: Saying) -> None:
     commit = repo.commit({"a": "1"})
     path = write(ctx, source={"git": repo.url, "commit": commit})
-    outcome = lock.run(ctx, lock.Options(recipe="test"))
+    outcome = run_lock(ctx, flags.Lock(recipe="test"))
     assert outcome.result["created"]
     assert commit in outcome.text
     assert not any(commit in line for line in said.said), "printed twice"
     assert json.loads(lock_path(path).read_text())["source"]["commit"] == commit
-    again = lock.run(ctx, lock.Options(recipe="test"))
+    again = run_lock(ctx, flags.Lock(recipe="test"))
     assert not again.result["created"]
     assert again.result["lock"] == outcome.result["lock"]
 
@@ -115,30 +117,30 @@ def test_lock_first_is_written_and_printed(ctx: Context, repo: Repo, said: Sayin
 def test_lock_reports_a_moved_ref(ctx: Context, repo: Repo, git_host: GitHost) -> None:
     first = repo.commit({"a": "1"})
     write(ctx, source={"git": repo.url, "commit": first, "ref": "main"})
-    lock.run(ctx, lock.Options(recipe="test"))
+    run_lock(ctx, flags.Lock(recipe="test"))
     second = repo.commit({"a": "2"}, parents=(first,))
-    outcome = lock.run(ctx, lock.Options(recipe="test"))
+    outcome = run_lock(ctx, flags.Lock(recipe="test"))
     (drifted,) = outcome.result["drift"]
     assert (drifted["reason"], drifted["locked"], drifted["now"]) == ("ref-moved", first, second)
     assert "ref-moved" in outcome.text
-    updated = lock.run(ctx, lock.Options(recipe="test", update=True))
+    updated = run_lock(ctx, flags.Lock(recipe="test", update=True))
     assert updated.result["lock"]["source"]["commit"] == first
     assert updated.result["lock"]["source"]["ref_commit"] == second
     assert [change["where"] for change in updated.result["moved"]] == ["ref"]
     git_host.gone = True
-    assert lock.run(ctx, lock.Options(recipe="test")).result["drift"] == []
+    assert run_lock(ctx, flags.Lock(recipe="test")).result["drift"] == []
 
 
 def test_lock_update_moves_pins(ctx: Context, repo: Repo, said: Saying) -> None:
     first, second = repo.commit({"a": "1"}), repo.commit({"a": "2"})
     path = write(ctx, source={"git": repo.url, "commit": first})
-    lock.run(ctx, lock.Options(recipe="test"))
+    run_lock(ctx, flags.Lock(recipe="test"))
     write(ctx, source={"git": repo.url, "commit": second})
     with pytest.raises(LockError, match="commit-changed") as caught:
-        lock.run(ctx, lock.Options(recipe="test"))
+        run_lock(ctx, flags.Lock(recipe="test"))
     assert caught.value.exit_code == 4
     assert "invoke lock --recipe test --update" in str(caught.value.hint)
-    outcome = lock.run(ctx, lock.Options(recipe="test", update=True))
+    outcome = run_lock(ctx, flags.Lock(recipe="test", update=True))
     assert "moved source" in outcome.text
     found = read_lock(lock_path(path))
     assert found is not None
@@ -149,11 +151,11 @@ def test_lock_update_moves_pins(ctx: Context, repo: Repo, said: Saying) -> None:
 def test_lock_locked_writes_nothing(ctx: Context, repo: Repo) -> None:
     path = write(ctx, source={"git": repo.url, "commit": repo.commit({"a": "1"})})
     with pytest.raises(LockError, match="no lock") as caught:
-        fetch.run(ctx, fetch.Options(recipe="test", locked=True))
+        run_fetch(ctx, flags.Fetch(recipe="test", locked=True))
     assert caught.value.exit_code == 4
     assert not lock_path(path).exists()
-    lock.run(ctx, lock.Options(recipe="test"))
-    fetch.run(ctx, fetch.Options(recipe="test", locked=True))
+    run_lock(ctx, flags.Lock(recipe="test"))
+    run_fetch(ctx, flags.Fetch(recipe="test", locked=True))
 
 
 def test_lock_is_not_written_by_dry_runs(ctx: Context, repo: Repo) -> None:
@@ -176,13 +178,13 @@ def test_lock_refuses_an_override(ctx: Context, repo: Repo) -> None:
     path = write(ctx, source={"git": repo.url, "commit": "3" * 40})
     over = (f"source.commit={commit}",)
     with pytest.raises(LockError, match="--set changes what is locked"):
-        lock.run(ctx, lock.Options(recipe="test", set_=over))
+        run_lock(ctx, flags.Lock(recipe="test", set_=over))
     assert not lock_path(path).exists()
 
 
 def test_lock_refuses_one_of_another_recipe(ctx: Context, repo: Repo) -> None:
     path = write(ctx, source={"git": repo.url, "commit": repo.commit({"a": "1"})})
-    lock.run(ctx, lock.Options(recipe="test"))
+    run_lock(ctx, flags.Lock(recipe="test"))
     other = write_recipe(ctx.recipes, {**recipe_data(), "name": "other"}, "other")
     lock_path(other).write_bytes(lock_path(path).read_bytes())
     with pytest.raises(LockError, match="belongs to another recipe"):
@@ -193,9 +195,9 @@ def test_lock_update_replaces_a_damaged_lock(ctx: Context, repo: Repo) -> None:
     path = write(ctx, source={"git": repo.url, "commit": repo.commit({"a": "1"})})
     lock_path(path).write_text("{")
     with pytest.raises(LockError, match="damaged"):
-        fetch.run(ctx, fetch.Options(recipe="test"))
-    lock.run(ctx, lock.Options(recipe="test", update=True))
-    fetch.run(ctx, fetch.Options(recipe="test"))
+        run_fetch(ctx, flags.Fetch(recipe="test"))
+    run_lock(ctx, flags.Lock(recipe="test", update=True))
+    run_fetch(ctx, flags.Fetch(recipe="test"))
 
 
 def test_fetch_all_then_needs_no_network(ctx: Context, host: FileHost, tmp_path: Path) -> None:
@@ -205,11 +207,11 @@ def test_fetch_all_then_needs_no_network(ctx: Context, host: FileHost, tmp_path:
         ctx, source=archive(url=host.at("/p-1.tar.gz"), number=7),
         weights={"model": {"url": host.at("/m.gguf")}},
     )  # fmt: skip
-    outcome = fetch.run(ctx, fetch.Options(recipe="test"))
+    outcome = run_fetch(ctx, flags.Fetch(recipe="test"))
     assert Path(outcome.result["weights"]["model"]["first"]).read_bytes() == MODEL
     host.files.clear()
     host.requests.clear()
-    again = fetch.run(ctx, fetch.Options(recipe="test"))
+    again = run_fetch(ctx, flags.Fetch(recipe="test"))
     assert again.result == outcome.result
     assert host.requests == []
     locked = ensure_lock(ctx, load(ctx.recipes / "test.yaml"))
@@ -224,20 +226,20 @@ def test_fetch_all_then_needs_no_network(ctx: Context, host: FileHost, tmp_path:
 def test_fetch_copies_and_verifies_a_local_archive(ctx: Context, tmp_path: Path) -> None:
     (ctx.recipes / "p.tar.gz").write_bytes(TAR)
     write(ctx, source=archive(path="p.tar.gz"))
-    fetch.run(ctx, fetch.Options(recipe="test"))
+    run_fetch(ctx, flags.Fetch(recipe="test"))
     (ctx.recipes / "q.tar.gz").write_bytes(tarball({"p/src/other": b"x"}))
     write(ctx, source=archive(path="q.tar.gz"))
     with pytest.raises(LockError, match="archive-changed"):
-        fetch.run(ctx, fetch.Options(recipe="test"))
+        run_fetch(ctx, flags.Fetch(recipe="test"))
     with pytest.raises(LockError, match="differs from its pin"):
-        lock.run(ctx, lock.Options(recipe="test", update=True))
+        run_lock(ctx, flags.Lock(recipe="test", update=True))
 
 
 def test_fetch_refuses_another_archive(ctx: Context, host: FileHost) -> None:
     host.put("/p.tar.gz", b"<html>Log in</html>")
     write(ctx, source=archive(url=host.at("/p.tar.gz")))
     with pytest.raises(LockError, match="an HTML page"):
-        lock.run(ctx, lock.Options(recipe="test"))
+        run_lock(ctx, flags.Lock(recipe="test"))
     assert not list(ctx.places.downloads.rglob("*.tar.gz"))
 
 
@@ -251,7 +253,7 @@ def test_lock_archive_of_a_release(ctx: Context, host: FileHost) -> None:
     host.put("/simple/some-engine/", json.dumps({"files": [row]}).encode())
     known = replace(ctx, environment={**ctx.environment, "PIP_INDEX_URL": host.at("/simple")})
     write(ctx, source=archive(pypi="some-engine==1.0"))
-    outcome = lock.run(known, lock.Options(recipe="test"))
+    outcome = run_lock(known, flags.Lock(recipe="test"))
     assert outcome.result["lock"]["source"]["origin"] == "pypi:some-engine==1.0"
 
 
@@ -260,13 +262,13 @@ def test_fetch_refuses_a_changed_patch(ctx: Context) -> None:
     patch = ctx.recipes / "p.patch"
     patch.write_text("--- a/main.c\n+++ b/main.c\n@@ -1 +1 @@\n-int x;\n+int y;\n")
     write(ctx, source={**archive(path="p.tar.gz"), "patches": [{"file": "p.patch"}]})
-    outcome = lock.run(ctx, lock.Options(recipe="test"))
+    outcome = run_lock(ctx, flags.Lock(recipe="test"))
     assert outcome.result["lock"]["source_tree"] != outcome.result["lock"]["source"]["tree"]
-    fetch.run(ctx, fetch.Options(recipe="test"))
+    run_fetch(ctx, flags.Fetch(recipe="test"))
     patch.write_text(patch.read_text().replace("int y", "int z"))
     with pytest.raises(LockError, match="changed since it was pinned"):
-        fetch.run(ctx, fetch.Options(recipe="test"))
-    updated = lock.run(ctx, lock.Options(recipe="test", update=True))
+        run_fetch(ctx, flags.Fetch(recipe="test"))
+    updated = run_lock(ctx, flags.Lock(recipe="test", update=True))
     moved = {change["where"] for change in updated.result["moved"]}
     assert moved == {"patch p.patch", "source tree"}
 
@@ -278,7 +280,7 @@ def test_fetch_after_losing_the_cache(ctx: Context, host: FileHost, tmp_path: Pa
         "--- a/main.c\n+++ b/main.c\n@@ -1 +1 @@\n-int x;\n+int y;\n"
     )
     write(ctx, source={**archive(url=host.at("/p-1.tar.gz")), "patches": [{"file": "p.patch"}]})
-    lock.run(ctx, lock.Options(recipe="test"))
+    run_lock(ctx, flags.Lock(recipe="test"))
     ctx.places.cache.rename(tmp_path / "lost")
     loaded = load(ctx.recipes / "test.yaml")
     materialise(ctx, ensure_lock(ctx, loaded, locked=True), tmp_path / "out")
@@ -290,19 +292,20 @@ def test_lock_to_a_read_only_folder(ctx: Context, repo: Repo, tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     places = replace(ctx.places, cache=tmp_path / "file" / "cache")
     with pytest.raises(HostError) as caught:
-        lock.run(replace(ctx, places=places), lock.Options(recipe="test"))
+        run_lock(replace(ctx, places=places), flags.Lock(recipe="test"))
     assert caught.value.exit_code == 9
 
 
 CHILD = """
 import sys
 from pathlib import Path
-from bakehouse.commands import lock
+from bakehouse import flags
+from bakehouse.commands.lock import run_lock
 from bakehouse.context import Context
 from bakehouse.paths import Places
 home = Path(sys.argv[1])
 ctx = Context(places=Places(home / "cache", home / "state"), recipes=Path(sys.argv[2]))
-lock.run(ctx, lock.Options(recipe="test"))
+run_lock(ctx, flags.Lock(recipe="test"))
 """
 
 
@@ -346,5 +349,5 @@ def test_lock_checks_weights_before_fetching_the_source(
     write(ctx, source={"git": repo.url, "commit": repo.commit({"a": "1"})},
           weights={"model": weights})  # fmt: skip
     with pytest.raises(BakehouseError, match=why):
-        lock.run(ctx, lock.Options(recipe="test"))
+        run_lock(ctx, flags.Lock(recipe="test"))
     assert not list(ctx.places.git.glob("*"))

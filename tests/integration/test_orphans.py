@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bakehouse.system.child_guard import descendants
-from bakehouse.system.process import GUARD, Finished, RealProcesses, end_orphans, environment
+from bakehouse.system.process import GUARD, Finished, Processes, end_orphans, environment
 
 pytestmark = pytest.mark.integration
 
@@ -44,7 +44,7 @@ def test_orphans_of_a_killed_guard_are_ended(output: str) -> None:
 
     def work() -> None:
         argv = (sys.executable, "-S", "-c", TREE, output)
-        run = RealProcesses().run
+        run = Processes().run
         done.append(run(argv, env=environment(), on_line=lambda _: started.set(), timeout=60))
 
     thread = threading.Thread(target=work)
@@ -72,13 +72,13 @@ def test_orphans_of_one_command_do_not_affect_another() -> None:
     up = threading.Event()
 
     def work() -> None:
-        run = RealProcesses().run
+        run = Processes().run
         done.append(run(argv, env=environment(), on_line=lambda _: up.set(), timeout=60))
 
     thread = threading.Thread(target=work)
     thread.start()
     assert up.wait(20)
-    ended = RealProcesses().run(("sh", "-c", "kill -9 $$"), env=environment(), timeout=60)
+    ended = Processes().run(("sh", "-c", "kill -9 $$"), env=environment(), timeout=60)
     assert ended.signal == "SIGKILL"
     end_orphans()
     thread.join(20)

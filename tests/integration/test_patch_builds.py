@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-from bakehouse.commands import build, check, fetch, lock, patch, plan
+from bakehouse import flags
+from bakehouse.commands import build, patch, plan
+from bakehouse.commands.lock import run_fetch, run_lock
+from bakehouse.commands.recipes import run_check
 from bakehouse.context import Context, Outcome
 from bakehouse.errors import LockError, PatchError, RecipeError, UsageError
 from bakehouse.patches.apply import stored
@@ -102,7 +105,7 @@ def test_build_with_and_without_a_recipes_patch(ctx: Context, host: PullHost) ->
     path = patched_recipe(ctx, "[{pr: 7}]")
     with pytest.raises(LockError, match="patch-changed"):
         built(ctx)
-    moved = lock.run(ctx, lock.Options("small", update=True))
+    moved = run_lock(ctx, flags.Lock("small", update=True))
     sha256 = str(read_manifest(manifest_file(ctx, 7)).sha256)
     found = read_lock(lock_path(path))
     assert found is not None
@@ -122,7 +125,7 @@ def test_build_with_and_without_a_recipes_patch(ctx: Context, host: PullHost) ->
     record = json.loads(Path(one.result["record"]).read_text())
     assert record["facts"]["patches"]["applied"][0]["sha256"] == sha256
     patched_recipe(ctx, "[]")
-    lock.run(ctx, lock.Options("small", update=True))
+    run_lock(ctx, flags.Lock("small", update=True))
     again = built(ctx)
     assert again.result["reused"] is True
     assert (again.result["digest"], again.result["content"]) == (
@@ -152,7 +155,7 @@ def test_build_adds_a_patch_for_one_run(ctx: Context) -> None:
 
 
 def test_build_patch_named_twice(ctx: Context) -> None:
-    lock.run(ctx, lock.Options("small"))
+    run_lock(ctx, flags.Lock("small"))
     pin(ctx, 7)
     heard = Heard()
     once = built(ctx, patch=("7",), dry_run=True)
@@ -166,7 +169,7 @@ def test_build_drops_a_patch_for_one_run(ctx: Context) -> None:
     pin(ctx, 7)
     pin(ctx, 8)
     path = patched_recipe(ctx, "[{pr: 7}, {pr: 8}]")
-    lock.run(ctx, lock.Options("small", update=True))
+    run_lock(ctx, flags.Lock("small", update=True))
     before = lock_path(path).read_bytes()
     both = built(ctx, dry_run=True)
     less = built(ctx, no_patch=("7",), dry_run=True)
@@ -192,16 +195,16 @@ def test_build_refuses_invalid_patch_flags(ctx: Context) -> None:
         ({"patch": ("7",), "allow": "all"}, UsageError, "offset or fuzz"),
         ({"patch": ("7", "9")}, PatchError, "patch 9 does not apply"),
     ]
-    lock.run(ctx, lock.Options("small"))
+    run_lock(ctx, flags.Lock("small"))
     pin(ctx, 7)
     pin(ctx, 9)
-    for flags, error, why in rows:
+    for given, error, why in rows:
         with pytest.raises(error, match=why):
-            built(ctx, **flags, dry_run=True)
+            built(ctx, **given, dry_run=True)
 
 
 def test_plan_with_a_patch_fetches_nothing(ctx: Context, tmp_path: Path) -> None:
-    lock.run(ctx, lock.Options("small"))
+    run_lock(ctx, flags.Lock("small"))
     pin(ctx, 7)
     empty = replace(ctx, places=Places(tmp_path / "other" / "cache", tmp_path / "other" / "state"))
     with pytest.raises(LockError, match="not on this machine") as caught:
@@ -238,7 +241,7 @@ def test_build_refuses_a_patch_that_upstream_has(ctx: Context) -> None:
 def test_lock_drift_patch_moved(ctx: Context, repo: Repo, host: PullHost) -> None:
     pin(ctx, 7)
     patched_recipe(ctx, "[{pr: 7}]")
-    lock.run(ctx, lock.Options("small"))
+    run_lock(ctx, flags.Lock("small"))
     offer(repo, 7, host_main(repo), {"llama.cpp": GREETING.replace("patched", "newer")})
     assert built(ctx, dry_run=True).result["built"] is False, "a build contacts no host"
     pin(ctx, 7, update=True)
@@ -246,7 +249,7 @@ def test_lock_drift_patch_moved(ctx: Context, repo: Repo, host: PullHost) -> Non
         built(ctx)
     assert caught.value.exit_code == 4
     assert "invoke lock --update" in str(caught.value.hint)
-    lock.run(ctx, lock.Options("small", update=True))
+    run_lock(ctx, flags.Lock("small", update=True))
     assert says(built(ctx)) == "newer"
 
 
@@ -261,7 +264,7 @@ def test_lock_drift_patch_base_changed(ctx: Context, repo: Repo) -> None:
     start, end = text.index("  archive:"), text.index("build:")
     source = f"  git: {repo.url}\n  commit: {base}\n  patches: [{{pr: 7}}]\n"
     (ctx.recipes / "small.yaml").write_text(text[:start] + source + text[end:])
-    lock.run(ctx, lock.Options("small"))
+    run_lock(ctx, flags.Lock("small"))
     other = repo.commit({**FILES, "new": "n\n"}, parents=(base,))
     recipe = ctx.recipes / "small.yaml"
     recipe.write_text(recipe.read_text().replace(base, other))
@@ -274,24 +277,24 @@ def test_fetch_on_a_fresh_clone_gets_pinned_patches(
 ) -> None:
     pin(ctx, 7)
     patched_recipe(ctx, "[{pr: 7}]")
-    lock.run(ctx, lock.Options("small"))
+    run_lock(ctx, flags.Lock("small"))
     sha256 = str(read_manifest(manifest_file(ctx, 7)).sha256)
     empty = replace(ctx, places=Places(tmp_path / "o" / "cache", tmp_path / "o" / "state"))
-    fetch.run(empty, fetch.Options("small", locked=True))
+    run_fetch(empty, flags.Fetch("small", locked=True))
     assert stored(empty.places, sha256).is_file()
     offer(repo, 7, host_main(repo), {"llama.cpp": GREETING.replace("patched", "newer")})
     late = replace(ctx, places=Places(tmp_path / "l" / "cache", tmp_path / "l" / "state"))
-    fetch.run(late, fetch.Options("small", locked=True))
+    run_fetch(late, flags.Fetch("small", locked=True))
     assert stored(late.places, sha256).is_file(), "its old head still exists"
     stored(late.places, sha256).unlink()
     head = read_manifest(manifest_file(ctx, 7)).head
     host.collected.add(str(head))
     last = replace(ctx, places=Places(tmp_path / "m" / "cache", tmp_path / "m" / "state"))
     with pytest.raises(LockError, match="moved: sha256"):
-        fetch.run(last, fetch.Options("small", locked=True))
+        run_fetch(last, flags.Fetch("small", locked=True))
     host.gone = True
     with pytest.raises(PatchError, match="404"):
-        fetch.run(last, fetch.Options("small", locked=True))
+        run_fetch(last, flags.Fetch("small", locked=True))
 
 
 def test_fetch_vendored_patch_needs_no_host(ctx: Context, host: PullHost, tmp_path: Path) -> None:
@@ -299,22 +302,22 @@ def test_fetch_vendored_patch_needs_no_host(ctx: Context, host: PullHost, tmp_pa
     patched_recipe(ctx, "[{pr: 7}]")
     host.gone = True
     empty = replace(ctx, places=Places(tmp_path / "o" / "cache", tmp_path / "o" / "state"))
-    lock.run(empty, lock.Options("small"))
-    fetch.run(empty, fetch.Options("small", locked=True))
+    run_lock(empty, flags.Lock("small"))
+    run_fetch(empty, flags.Fetch("small", locked=True))
     assert stored(empty.places, str(read_manifest(manifest_file(ctx, 7)).sha256)).is_file()
 
 
 def test_patch_not_pinned_is_refused(ctx: Context) -> None:
     write_manifest(manifest_file(ctx, 7), Manifest(id="7", pr=7, repo=LLAMA, source="x"))
     patched_recipe(ctx, "[{pr: 7}]")
-    checked = check.run(ctx, check.Options("small"))
+    checked = run_check(ctx, flags.Check("small"))
     assert checked.exit == 0
     assert f"patch {LLAMA}#7 is not pinned yet: run 'invoke patch --pr 7'" in checked.text
     runs: tuple[Callable[[], object], ...] = (
-        lambda: lock.run(ctx, lock.Options("small")),
+        lambda: run_lock(ctx, flags.Lock("small")),
         lambda: plan.run(ctx, plan.Options("small")),
         lambda: built(ctx),
-        lambda: fetch.run(ctx, fetch.Options("small")),
+        lambda: run_fetch(ctx, flags.Fetch("small")),
     )
     for run in runs:
         with pytest.raises(LockError, match="not pinned yet") as caught:
@@ -326,13 +329,13 @@ def test_patch_not_pinned_is_refused(ctx: Context) -> None:
 def test_patch_lifts_must_be_in_its_manifest(ctx: Context) -> None:
     pin(ctx, 7)
     patched_recipe(ctx, "[{pr: 7, lifts: [some-rule]}]")
-    checked = check.run(ctx, check.Options("small"))
+    checked = run_check(ctx, flags.Check("small"))
     assert checked.exit == 2
     assert "its manifest does not lift some-rule" in checked.text
     with pytest.raises(RecipeError, match="are invalid"):
         built(ctx)
     patched_recipe(ctx, "[{pr: 5}]")
-    assert "manifest of patch" in check.run(ctx, check.Options("small")).text
+    assert "manifest of patch" in run_check(ctx, flags.Check("small")).text
 
 
 def tried(outcome: Outcome) -> dict[str, dict[str, Any]]:
@@ -359,7 +362,7 @@ def test_patch_is_tried_on_all_recipes(ctx: Context) -> None:
     variant(ctx, "away", {"ggml.c": "// other\n" + FILES["ggml.c"]})
     (ctx.recipes / "faulty.yaml").write_text("nonsense: 1\n")
     for name in ("small", "shifted", "fuzzy", "upstream", "conflict", "gone"):
-        lock.run(ctx, lock.Options(name))
+        run_lock(ctx, flags.Lock(name))
     done = pin(ctx, 7)
     rows = tried(done)
     words = {name: row["result"] for name, row in rows.items()}
@@ -419,10 +422,10 @@ def test_patch_offset_allowed_by_the_recipe(ctx: Context) -> None:
     above = FILES["llama.cpp"].replace('extern "C" int small', '// more\n\nextern "C" int small')
     variant(ctx, "shifted", {"llama.cpp": above}, "[{pr: 7}]")
     with pytest.raises(PatchError, match="applies only with offset") as caught:
-        lock.run(ctx, lock.Options("shifted"))
+        run_lock(ctx, flags.Lock("shifted"))
     assert "at line 9, offset +2" in caught.value.what
     variant(ctx, "shifted", {"llama.cpp": above}, "[{pr: 7, allow: offset}]")
-    lock.run(ctx, lock.Options("shifted"))
+    run_lock(ctx, flags.Lock("shifted"))
     assert tried(pin(ctx, 7, recipe="shifted"))["shifted"]["applies"] is True
 
 
@@ -431,7 +434,7 @@ def test_patch_host_is_contacted_only_by_the_task_patch(ctx: Context, host: Pull
     patched_recipe(ctx, "[{pr: 7}]")
     asked = len(host.asked)
     host.page_faults[f"/raw/{LLAMA}/pull/7.diff"] = [status(429)] * 50
-    lock.run(ctx, lock.Options("small"))
+    run_lock(ctx, flags.Lock("small"))
     built(ctx)
     plan.run(ctx, plan.Options("small"))
     assert len(host.asked) == asked

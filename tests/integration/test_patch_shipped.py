@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.commands import check, patch, plan
+from bakehouse import flags
+from bakehouse.commands import patch, plan
+from bakehouse.commands.recipes import run_check
 from bakehouse.context import Context
 from bakehouse.errors import LockError, RecipeError
 from bakehouse.patches.manifest import manifest_path, read_manifest
@@ -56,7 +58,7 @@ def test_shipped_patch_is_not_pinned_yet(ctx: Context) -> None:
     assert found.status == "not pinned yet"
     assert (found.sha256, found.head, found.files, found.verdicts) == (None, None, (), ())
     assert found.experimental
-    checked = check.run(ctx, check.Options("glm-vision-mtp"))
+    checked = run_check(ctx, flags.Check("glm-vision-mtp"))
     assert checked.exit == 0
     assert "run 'invoke patch --pr 25144'" in checked.text
     with pytest.raises(LockError, match="not pinned yet"):
@@ -75,7 +77,7 @@ def test_shipped_patch_first_fetch_keeps_what_people_wrote(ctx: Context) -> None
     for line in before.splitlines():
         if line.startswith(("#", "  #", "notes", "  -", "  must", "known", "lifts")):
             assert line in text
-    checked = check.run(ctx, check.Options("glm-vision-mtp"))
+    checked = run_check(ctx, flags.Check("glm-vision-mtp"))
     assert "not pinned" not in checked.text
     with pytest.raises(LockError) as caught:
         plan.run(ctx, plan.Options("glm-vision-mtp"))
@@ -101,7 +103,7 @@ def test_shipped_recipe_vision_with_mtp_needs_the_patch(ctx: Context) -> None:
         (("serve.speculation=draft-eagle3",), "lifts: [projector-with-draft-eagle3]"),
     ]
     for overrides, why in rows:
-        checked = check.run(ctx, check.Options("glm-vision-mtp", overrides))
+        checked = run_check(ctx, flags.Check("glm-vision-mtp", overrides))
         assert checked.exit == 2
         assert why in checked.text
         with pytest.raises((RecipeError, LockError)):

@@ -24,7 +24,7 @@ from bakehouse.recipe.models import Patch, Source
 from bakehouse.resolver import pin_git
 from bakehouse.sources.git_mirror import mirror_folder
 from bakehouse.system.git import Git
-from bakehouse.system.process import RealProcesses
+from bakehouse.system.process import Processes
 from tests.support.githost import IDENTITY, Repo, git, serve_git
 
 pytestmark = pytest.mark.integration
@@ -297,7 +297,7 @@ def test_diff_of_git_is_read_as_git_means_it(
     counted = {p.path: (p.added, p.removed) for p in parts}
     rows = [row.split("\t") for row in stat.split("\0") if row]
     assert counted == {name: (int(added), int(removed)) for added, removed, name in rows}
-    git_port = Git(RealProcesses())
+    git_port = Git(Processes())
     fit = try_apply(git_port, repo.folder, old, data, "p")
     assert (fit.word, fit.tree) == ("applies", new)
     assert try_apply(git_port, repo.folder, new, data, "p").word in ("already upstream", "applies")

@@ -13,13 +13,13 @@ import pytest
 from bakehouse import toolchain
 from bakehouse.context import Context
 from bakehouse.errors import HostError
-from bakehouse.system.process import RealProcesses
+from bakehouse.system.process import Processes
 from bakehouse.toolchain import find_tools
 
 pytestmark = pytest.mark.integration
 
 
-class Counting(RealProcesses):
+class Counting(Processes):
     """Counts the children that are started."""
 
     def __init__(self) -> None:

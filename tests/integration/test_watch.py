@@ -25,7 +25,7 @@ from bakehouse.progress import Silent
 from bakehouse.runs.index import Index
 from bakehouse.server.session import start_or_reuse
 from bakehouse.server.status import get_status, stop
-from bakehouse.system.clock import RealClock
+from bakehouse.system.clock import Clock
 from tests.support import openai_fake as fake
 from tests.support.openai_fake import chat, right
 from tests.support.serving import Notes, agree, left_of, order
@@ -51,7 +51,7 @@ probe:
 
 
 @dataclass
-class Scripted(RealClock):
+class Scripted(Clock):
     """Does one thing a wait, and does not wait."""
 
     script: list[Callable[[], Any]] = field(default_factory=list)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import scan_cache_dir, try_to_load_from_cache
 
-from bakehouse.commands import fetch
+from bakehouse import flags
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, CheckpointError, HostError, LockError, NotFound
 from bakehouse.progress import Bar
@@ -201,7 +201,7 @@ def test_rehash_reads_downloads_again(ctx: Context, hub: Hub, tmp_path: Path, he
     heard.titles.clear()
     ensure(ctx, loaded, lock, rehash=True)
     assert heard.titles == ["hash m.gguf"]
-    assert fetch.Options("x", rehash=True).rehash
+    assert flags.Fetch("x", rehash=True).rehash
 
 
 def test_rehash_reads_files_in_place_again(ctx: Context, tmp_path: Path) -> None:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
 
 from bakehouse.sources.files import SETTLED_NS
+from bakehouse.system.clock import Clock
 
 
-class ImpatientClock:
+class ImpatientClock(Clock):
     """Real time, but no waiting."""
 
     def __init__(self) -> None:
         self.slept: list[float] = []
-
-    def now(self) -> datetime:
-        return datetime.now(UTC)
-
-    def monotonic(self) -> float:
-        return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)

@@ -5,26 +5,26 @@ from __future__ import annotations
 import json as json_
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from bakehouse.probe.client import Client
 from bakehouse.probe.models import Endpoint
 from bakehouse.progress import Silent
-from bakehouse.system.clock import RealClock
-from bakehouse.system.http import Reply
+from bakehouse.system.clock import Clock
+from bakehouse.system.http import Http, Reply
 
 Answer = Callable[[str, dict[str, Any]], Any]
 """From path and body to a document, a (status, document) pair, or an exception to raise."""
 
 
-class Scripted:
+class Scripted(Http):
     """Everything that a probe needs of a context."""
 
     def __init__(self, answer: Answer) -> None:
+        super().__init__()
         self.answer = answer
         self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.clock = RealClock()
+        self.clock = Clock()
         self.progress = Silent()
         self._lock = threading.Lock()
 
@@ -44,9 +44,6 @@ class Scripted:
             raise said
         status, document = said if isinstance(said, tuple) else (200, said)
         return Reply(status, {}, json_.dumps(document).encode(), 0.01)
-
-    def download(self, url: str, target: Path, **_: Any) -> bool:
-        raise NotImplementedError
 
 
 def endpoint(engine: str | None = "llama.cpp", context: int | None = None) -> Endpoint:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bakehouse.progress import Progress, Silent
-from bakehouse.system.clock import Clock, RealClock
-from bakehouse.system.http import Reply, Unreachable
+from bakehouse.system.clock import Clock
+from bakehouse.system.http import Http, Reply, Unreachable
 
 WORDS = (" the", " boat", " comes", " in", " and", " leaves", " again", ".")
 BEST, SECOND = -0.1, -2.4
@@ -21,7 +21,7 @@ BEST, SECOND = -0.1, -2.4
 
 
 @dataclass
-class TinyModel:
+class TinyModel(Http):
     """Set a field to make it go wrong."""
 
     speculates: bool | None = True
@@ -55,10 +55,6 @@ class TinyModel:
         path = "/" + url.split("/", 3)[3]
         self.asked.append((path, json))
         return self.answer(path, json or {})
-
-    def download(self, *_: Any, **__: Any) -> bool:
-        """Nothing is fetched here."""
-        raise AssertionError("a download")
 
     def answer(self, path: str, body: dict[str, Any]) -> Reply:
         """Route."""
@@ -148,5 +144,5 @@ class Around:
     """What a probe needs of the context."""
 
     http: TinyModel
-    clock: Clock = field(default_factory=RealClock)
+    clock: Clock = field(default_factory=Clock)
     progress: Progress = field(default_factory=Silent)

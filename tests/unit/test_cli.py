@@ -10,11 +10,11 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from bakehouse import errors
+from bakehouse import errors, flags
 from bakehouse.cli import main, make_options
 from bakehouse.context import Context, Outcome
 from bakehouse.errors import BakehouseError, Fault, RecipeError, UsageError
@@ -31,6 +31,8 @@ class Options:
     flag: bool = False
     all_: bool = False
     set_: tuple[str, ...] = ()
+    module = "try"
+    function = "run"
 
 
 Body = Callable[[Context, Any], Outcome]
@@ -45,7 +47,8 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
 
     def put(body: Body) -> None:
         module = types.ModuleType("bakehouse.commands.try")
-        module.__dict__.update(Options=Options, run=body)
+        module.__dict__.update(run=body)
+        monkeypatch.setitem(cast(Any, flags.TASKS), "try", Options)
         monkeypatch.setitem(sys.modules, "bakehouse.commands.try", module)
 
     return put

@@ -113,7 +113,7 @@ def test_progress_bars_on_a_terminal() -> None:
 def test_console_formats_amounts_and_durations() -> None:
     amounts = {
         (0, "B"): "0 B",
-        (1023, "B"): "1023 B",
+        (1023, "B"): "1.0 KiB",
         (98_362_432, "B"): "93.8 MiB",
         (5 * 2**40, "B"): "5120.00 GiB",
         (3, "steps"): "3 steps",

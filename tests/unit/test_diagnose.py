@@ -123,7 +123,7 @@ def test_diagnose_names_what_is_not_a_log(context: Context, tmp_path: Path) -> N
 
 
 WRONG_OPTIONS: list[tuple[diagnose.Options, type[BakehouseError], str]] = [
-    (diagnose.Options("/nowhere/at/all.log"), NotFound, "there is no log"),
+    (diagnose.Options("/nowhere/at/all.log"), NotFound, "log .* not found"),
     (diagnose.Options("/"), UsageError, "is a folder"),
     (diagnose.Options("a\0b"), HostError, "cannot be opened"),
     (diagnose.Options("x", engine="lama"), UsageError, "--engine lama"),

@@ -11,28 +11,31 @@ PACKAGE = ROOT / "bakehouse"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = """
-    errors models paths progress redact flags debug_log
+    errors models redact paths progress flags debug_log
     util
-    system
-    host
     recipe
-    lock runs context
-    logscan
+    system
+    context
+    lock
     checkpoints
-    memory
     sources
-    patches
+    host
     cuda toolchain
     engines
-    resolver preflight
+    memory
+    logscan
+    patches
+    preflight
     plan
+    runs
+    resolver
     build
-    probe
-    patch_review
-    server
     console
-    commands
     cli
+    probe
+    server
+    patch_review
+    commands
     program
 """
 """Packages and top modules from the lowest layer to the highest; those of a line are peers."""

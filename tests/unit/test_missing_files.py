@@ -10,6 +10,7 @@ import pytest
 
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, NotFound
+from bakehouse.flags import TASKS
 from bakehouse.patches.apply import read_patch
 from bakehouse.recipe.loader import find
 
@@ -18,9 +19,10 @@ RECIPES = ("show", "check", "lock", "plan", "fetch", "build", "serve", "status",
 
 
 def _error(ctx: Context, task: str, **given: Any) -> BakehouseError:
-    command = importlib.import_module(f"bakehouse.commands.{task}")
+    kind = TASKS[task]
+    command = importlib.import_module(f"bakehouse.commands.{kind.module}")
     with pytest.raises(BakehouseError) as caught:
-        command.run(ctx, command.Options(**given))
+        getattr(command, kind.function)(ctx, kind(**given))
     return caught.value
 
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from bakehouse.commands import build, check, fetch, lock, plan, serve
+from bakehouse import flags
+from bakehouse.commands import build, plan, serve
+from bakehouse.commands.lock import run_fetch, run_lock
+from bakehouse.commands.recipes import run_check
 from bakehouse.context import Context
 from bakehouse.errors import RecipeError
 from bakehouse.models import Verdict
@@ -48,8 +51,8 @@ TASKS = {
     "plan": lambda ctx: plan.run(ctx, plan.Options("test")),
     "build": lambda ctx: build.run(ctx, build.Options("test")),
     "serve": lambda ctx: serve.run(ctx, serve.Options("test")),
-    "lock": lambda ctx: lock.run(ctx, lock.Options("test")),
-    "fetch": lambda ctx: fetch.run(ctx, fetch.Options("test")),
+    "lock": lambda ctx: run_lock(ctx, flags.Lock("test")),
+    "fetch": lambda ctx: run_fetch(ctx, flags.Fetch("test")),
 }
 
 
@@ -85,7 +88,7 @@ def test_check_says_contradictions_and_known_bad_beside_each_other(
     cmake = {**CUDA["cmake"], "CUDAToolkit_ROOT": "/usr/local/cuda-13.2"}
     weights = {"model": {"path": "model-IQ3_S.gguf"}}
     write_recipe(tmp_path, data(build={**CUDA, "cmake": cmake}, weights=weights))
-    outcome = check.run(at(context, tmp_path), check.Options("test"))
+    outcome = run_check(at(context, tmp_path), flags.Check("test"))
     assert outcome.exit == 2
     assert "set without CMAKE_CUDA_COMPILER" in outcome.text
     assert "known to be bad, cuda-13.2-iq" in outcome.text
@@ -95,7 +98,7 @@ def test_check_says_contradictions_and_known_bad_beside_each_other(
 
 def test_what_is_acknowledged_passes_with_its_reason(context: Context, tmp_path: Path) -> None:
     bad(tmp_path, acknowledge={"cuda-13.2-iq": "measured: the tensors are patched"})
-    outcome = check.run(at(context, tmp_path), check.Options("test"))
+    outcome = run_check(at(context, tmp_path), flags.Check("test"))
     assert outcome.exit == 0
     assert "acknowledged: cuda-13.2-iq: " in outcome.text
     assert "measured: the tensors are patched" in outcome.text

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bakehouse.commands import check, recipes, show
+from bakehouse import flags
+from bakehouse.commands.recipes import run_check, run_recipes, run_show
 from bakehouse.context import Context
 from bakehouse.errors import NotFound, RecipeError
 from bakehouse.paths import Places
@@ -31,7 +32,7 @@ def context_for(folder: Path, **environment: str) -> Context:
 
 def test_check_dozen_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(GOLDEN)
-    outcome = check.run(context_for(tmp_path), check.Options("./dozen-faults.yaml"))
+    outcome = run_check(context_for(tmp_path), flags.Check("./dozen-faults.yaml"))
     assert outcome.exit == 2
     golden = GOLDEN / "dozen-faults.txt"
     if os.environ.get("BAKEHOUSE_UPDATE_GOLDEN"):
@@ -41,10 +42,10 @@ def test_check_dozen_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_check_accepts_shipped_recipes(context: Context) -> None:
-    outcome = check.run(context, check.Options())
+    outcome = run_check(context, flags.Check())
     assert outcome.exit == 0, outcome.text
     assert all(c.passed for c in outcome.checks)
-    for row in recipes.run(context, recipes.Options()).result["recipes"]:
+    for row in run_recipes(context, flags.Recipes()).result["recipes"]:
         assert row["loads"]
         first = (ROOT / "recipes" / f"{row['name']}.yaml").read_text().splitlines()[0]
         assert first == "# yaml-language-server: $schema=recipe.schema.json"
@@ -55,7 +56,7 @@ def test_check_reports_every_recipe(tmp_path: Path) -> None:
     write(tmp_path, GOOD, "good.yaml")
     write(tmp_path, GOOD.replace("context: 2048", "contxt: 2048"), "bad.yaml")
     write(tmp_path, GOOD, "twin.yaml")
-    outcome = check.run(context_for(tmp_path), check.Options())
+    outcome = run_check(context_for(tmp_path), flags.Check())
     assert outcome.exit == 2
     verdicts = {c.id: (c.verdict.value, c.observed) for c in outcome.checks}
     assert verdicts == {
@@ -74,20 +75,20 @@ def test_check_reports_every_recipe(tmp_path: Path) -> None:
 def test_check_takes_overrides_and_names(tmp_path: Path) -> None:
     write(tmp_path, GOOD, "good.yaml")
     ctx = context_for(tmp_path)
-    assert check.run(ctx, check.Options("good", ("serve.context=4",))).exit == 0
-    assert check.run(ctx, check.Options("good", ("serve.contxt=4",))).exit == 2
+    assert run_check(ctx, flags.Check("good", ("serve.context=4",))).exit == 0
+    assert run_check(ctx, flags.Check("good", ("serve.contxt=4",))).exit == 2
     with pytest.raises(NotFound):
-        check.run(ctx, check.Options("goo"))
+        run_check(ctx, flags.Check("goo"))
     with pytest.raises(NotFound):
-        check.run(context_for(tmp_path / "empty"), check.Options())
+        run_check(context_for(tmp_path / "empty"), flags.Check())
 
 
 def test_recipes_lists_all(tmp_path: Path) -> None:
-    assert recipes.run(context_for(tmp_path), recipes.Options()).result == {"recipes": []}
+    assert run_recipes(context_for(tmp_path), flags.Recipes()).result == {"recipes": []}
     write(tmp_path, GOOD + 'experimental: true\ndescription: "a \\e[31m thing"\n', "good.yaml")
     write(tmp_path, "a: [", "bad.yaml")
     write(tmp_path, "{}", "good.lock.json")
-    outcome = recipes.run(context_for(tmp_path), recipes.Options())
+    outcome = run_recipes(context_for(tmp_path), flags.Recipes())
     rows = {row["name"]: row for row in outcome.result["recipes"]}
     assert rows["good"]["loads"]
     assert rows["good"]["locked"]
@@ -101,7 +102,7 @@ def test_recipes_lists_all(tmp_path: Path) -> None:
 def test_show_names_the_origin_of_values(tmp_path: Path) -> None:
     write(tmp_path, GOOD, "base.yaml")
     write(tmp_path, "include: base.yaml\nname: top\n", "top.yaml")
-    outcome = show.run(context_for(tmp_path), show.Options("top", ("serve.port=1",)))
+    outcome = run_show(context_for(tmp_path), flags.Show("top", ("serve.port=1",)))
     sources = outcome.result["sources"]
     assert sources["name"].endswith("top.yaml:2:7")
     assert sources["serve.context"].endswith("base.yaml:10:12")
@@ -139,8 +140,8 @@ def test_show_keeps_any_text(tmp_path: Path, text: str) -> None:
 
 
 def test_show_keeps_shipped_recipes(context: Context, tmp_path: Path) -> None:
-    for row in recipes.run(context, recipes.Options()).result["recipes"]:
-        text = show.run(context, show.Options(row["name"])).text
+    for row in run_recipes(context, flags.Recipes()).result["recipes"]:
+        text = run_show(context, flags.Show(row["name"])).text
         again = load(write(tmp_path, text)).recipe
         assert again == load(context.recipes / f"{row['name']}.yaml").recipe
 
@@ -149,7 +150,7 @@ def test_show_hides_secrets(tmp_path: Path) -> None:
     text = GOOD + "  env: {MY_API_KEY: topsecret123, PLAIN: visible}\nsecrets: [VAULT]\n"
     text = text.replace("name: small", "name: small\ndescription: holds vaultvalue9 inside")
     write(tmp_path, text, "r.yaml")
-    outcome = show.run(context_for(tmp_path, VAULT="vaultvalue9"), show.Options("r"))
+    outcome = run_show(context_for(tmp_path, VAULT="vaultvalue9"), flags.Show("r"))
     everything = outcome.text + json.dumps(outcome.result)
     assert "topsecret123" not in everything
     assert "vaultvalue9" not in everything
@@ -159,4 +160,4 @@ def test_show_hides_secrets(tmp_path: Path) -> None:
 def test_show_refuses_a_bad_recipe(tmp_path: Path) -> None:
     write(tmp_path, "a: [", "r.yaml")
     with pytest.raises(RecipeError):
-        show.run(context_for(tmp_path), show.Options("r"))
+        run_show(context_for(tmp_path), flags.Show("r"))

@@ -14,12 +14,12 @@ from bakehouse.errors import HostError
 from bakehouse.lock import ImagePin
 from bakehouse.sources.images import pin_image
 from bakehouse.system.docker.client import DockerClient
-from bakehouse.system.http import RealHttp, Reply
+from bakehouse.system.http import Http, Reply
 from tests.support.manifests import CONFIG, MANIFEST, NO_ENGINE, encoded, manifest_of
 from tests.support.weights import refusal
 
 
-class Liar(RealHttp):
+class Liar(Http):
     """A registry that answers with what it is given."""
 
     def __init__(self, manifest: bytes, config: bytes) -> None:

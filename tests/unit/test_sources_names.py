@@ -18,10 +18,10 @@ from bakehouse.sources.files import cached_sha256, remembered
 from bakehouse.sources.git_mirror import mirror_folder
 from bakehouse.sources.pypi import find_file, index_url
 from bakehouse.sources.weights import select_files
-from bakehouse.system.clock import RealClock
+from bakehouse.system.clock import Clock
 from bakehouse.system.git import Git, check_url
-from bakehouse.system.http import Reply, Unreachable
-from bakehouse.system.process import Captured, RealProcesses
+from bakehouse.system.http import Http, Reply, Unreachable
+from bakehouse.system.process import Captured, Processes
 from tests.support.clocks import settle
 
 
@@ -77,7 +77,7 @@ def test_mirror_names_are_readable_and_unique(context: Context) -> None:
     assert all(len(name) < 100 and not name.startswith((".", "-")) for name in names)
 
 
-class OldGit(RealProcesses):
+class OldGit(Processes):
     """A machine whose git is another one."""
 
     def __init__(self, code: int, out: str) -> None:
@@ -108,7 +108,7 @@ def row(name: str, **over: Any) -> dict[str, Any]:
     }
 
 
-class Index:
+class Index(Http):
     """An index that gives one answer; the real one is asked in the test of the toolkits."""
 
     def __init__(self, body: Any, status: int = 200) -> None:
@@ -121,9 +121,6 @@ class Index:
         if self.status == 0:
             raise Unreachable("connection refused")
         return Reply(self.status, {}, self.body, 0.0)
-
-    def download(self, *_: Any, **__: Any) -> bool:
-        raise AssertionError
 
 
 FILES = [
@@ -250,7 +247,7 @@ def test_hash_of_a_file_from_the_future_is_cached(context: Context, tmp_path: Pa
     assert cached_sha256(context, path) == remembered(context.places, path)
 
 
-class Stopped(RealClock):
+class Stopped(Clock):
     """A clock that stands still."""
 
     def __init__(self, at: float) -> None:

@@ -177,12 +177,10 @@ class Layers:
     def take(self, line: Mapping[str, Any]) -> None:
         """Record one line of the engine's progress, and report it."""
         layer, status = line.get("id"), str(line.get("status"))
-        if not layer:
+        if not layer or status.startswith("Pulling from"):
             return
         detail = line.get("progressDetail") or {}
         done, total = int(detail.get("current") or 0), int(detail.get("total") or 0)
-        if status.startswith("Pulling from"):
-            return
         self._last[layer] = (status, done, total)
         if self._on_layer:
             self._on_layer(layer, status, done, total)
@@ -191,18 +189,17 @@ class Layers:
         """Make the error for a pull that no longer gets data."""
         left = {n: one for n, one in self._last.items() if one[0] not in DONE}
         coming = {n: one for n, one in left.items() if one[0].startswith(COMING)} or left
-        named = ", ".join(f"layer {name}{_layer_state(one)}" for name, one in coming.items())
+        named = ", ".join(
+            f"layer {name} ({status.lower()}"
+            + (f", {done:,} of {total:,} bytes)" if total else ")")
+            for name, (status, done, total) in coming.items()
+        )
         held = named or "its manifest, or what the engine does with its layers"
         return HostError(
             f"no data for {seconds:.0f} s of {held}", where=where, id="pull-stalled",
             hint="check the network of the engine's machine, its proxy and the registry, then try "
             "again: layers that arrived whole are kept",
         )  # fmt: skip
-
-
-def _layer_state(one: tuple[str, int, int]) -> str:
-    status, done, total = one
-    return f" ({status.lower()}" + (f", {done:,} of {total:,} bytes)" if total else ")")
 
 
 class DockerClient:
@@ -236,7 +233,9 @@ class DockerClient:
     def facts(self) -> EngineFacts:
         """Query version, architecture, GPU access and data root."""
         with self._talking("the engine") as client:
-            return engine_facts(client.info(), client.version(), self._where())
+            return engine_facts(
+                client.info(), client.version(), self._endpoint.host if self._endpoint else ""
+            )
 
     def credentials(self, registry: str) -> Credentials | None:
         """Credentials in the Docker configuration or its helpers; None without any."""
@@ -449,9 +448,6 @@ class DockerClient:
         """Yield a container's file system as a tar stream."""
         with self._talking(f"container {container[:12]}", ACTION_S) as client:
             yield from client.export(container, chunk_size=CHUNK)
-
-    def _where(self) -> str:
-        return self._endpoint.host if self._endpoint else ""
 
     @contextmanager
     def _talking(self, where: str, seconds: float | None = None) -> Iterator[Any]:
