@@ -13,7 +13,6 @@ from bakehouse.errors import Fault, LockError, NotFound, RecipeError
 from bakehouse.models import Check, check
 from bakehouse.patches import pin
 from bakehouse.preflight import rules
-from bakehouse.preflight import rules as combinations
 from bakehouse.recipe.loader import LoadedRecipe, find, load, names
 from bakehouse.recipe.types import shown
 from bakehouse.resolver import drift, lock_path, read_lock
@@ -46,7 +45,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     lines[:0] = [
         f"{shown(one.path)}: {line}"
         for one in judged
-        for line in (*combinations.warnings(one.bad), *one.notes)
+        for line in (*rules.warnings(one.bad), *one.notes)
     ]
     result = {"recipes": [_data(one) for one in judged]}
     return Outcome(result, "\n".join(lines), tuple(map(_check, judged)), 2 if faults else 0)
@@ -58,10 +57,10 @@ def _judge(ctx: Context, path: Path, overrides: tuple[str, ...]) -> _Judged:
         loaded = load(path, overrides)
     except RecipeError as error:
         return _Judged(path, None, list(error.faults))
-    bad = combinations.known_bad(loaded, types=_types(ctx, loaded))
+    bad = rules.known_bad(loaded, types=_types(ctx, loaded))
     found = [
         *rules.faults(loaded),
-        *combinations.known_bad_faults(loaded, bad),
+        *rules.combination_faults(loaded, bad),
         *pin.faults(ctx, loaded),
     ]
     return _Judged(path, loaded, found, bad, pin.notes(ctx, loaded))
@@ -76,7 +75,7 @@ def _types(ctx: Context, loaded: LoadedRecipe) -> frozenset[str]:
     if lock is None or drift(loaded.recipe, lock):
         return frozenset()
     located = locate(ctx.places, loaded.folder, loaded.recipe, lock)
-    return combinations.types_on_disk(paths.files for paths in located.values())
+    return rules.types_on_disk(paths.files for paths in located.values())
 
 
 def _one_name_each(judged: list[_Judged]) -> None:

@@ -11,7 +11,7 @@ from bakehouse.host import read_host
 from bakehouse.lock import Lock
 from bakehouse.patches import pin as pinned
 from bakehouse.patches.source_tree import ensure_tree, repository_of
-from bakehouse.preflight.rules import load_valid
+from bakehouse.preflight.rules import load_and_check
 from bakehouse.recipe.loader import find
 from bakehouse.resolver import ensure_lock, lock_path
 from bakehouse.sources.images import ensure_image
@@ -22,7 +22,7 @@ Options = flags.Fetch
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Download what is missing and verify all of it."""
-    loaded = load_valid(find(options.recipe, ctx.recipes), options.set_)
+    loaded = load_and_check(find(options.recipe, ctx.recipes), options.set_, combinations=False)
     pinned.require_manifests(ctx, loaded)
     lock = ensure_lock(ctx, loaded, locked=options.locked)
     refuse_offline(ctx, lock)

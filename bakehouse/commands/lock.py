@@ -7,7 +7,7 @@ from bakehouse.context import Context, Outcome
 from bakehouse.errors import BakehouseError, LockError
 from bakehouse.lock import Drift, Lock, changes, describe, moved_line
 from bakehouse.patches import pin
-from bakehouse.preflight.rules import load_valid
+from bakehouse.preflight.rules import load_and_check
 from bakehouse.recipe.loader import LoadedRecipe, find
 from bakehouse.resolver import ensure_lock, lock_path, moved_refs, read_lock
 from bakehouse.sources.images import moved_tags
@@ -17,7 +17,7 @@ Options = flags.Lock
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Write the lock if there is none; with `update`, update its pins."""
-    loaded = load_valid(find(options.recipe, ctx.recipes), options.set_)
+    loaded = load_and_check(find(options.recipe, ctx.recipes), options.set_, combinations=False)
     pin.require_manifests(ctx, loaded)
     before = _before(loaded)
     lock = ensure_lock(ctx, loaded, update=options.update, say=False)
