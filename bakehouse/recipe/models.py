@@ -22,12 +22,12 @@ from bakehouse.recipe.types import (
     Filled,
     Flag,
     Hub,
+    ImageName,
     InnerPath,
     Misplaced,
     Name,
     Number,
     PatchId,
-    Reference_fields,
     Requirement,
     Sha256,
     Size,
@@ -269,7 +269,7 @@ class Likelihood(Frozen):
     """How far single tokens may be from theirs, as the mean of the absolute differences."""
 
 
-class ReferenceValues(Frozen):
+class Reference(Frozen):
     """The suite that compares greedy tokens and their probabilities with a reference run."""
 
     agreement: Annotated[Number, Field(gt=0, le=1)] | None = None
@@ -351,7 +351,7 @@ class Probe(Frozen):
     facts: Facts = Facts()
     fluency: Fluency = Fluency()
     likelihood: Likelihood = Likelihood()
-    reference: ReferenceValues = ReferenceValues()
+    reference: Reference = Reference()
     speculation: Speculation = Speculation()
     vision: Vision = Vision()
     context: LongContext = LongContext()
@@ -476,7 +476,7 @@ class Cuda(Frozen):
 
 Arch = Literal["x86_64", "aarch64"]
 """As `uname -m` says."""
-References = Annotated[dict[Arch, Reference_fields], Field(min_length=1)]
+References = Annotated[dict[Arch, ImageName], Field(min_length=1)]
 """An image for each architecture: a tag, or better a digest."""
 
 

