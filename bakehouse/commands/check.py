@@ -22,7 +22,7 @@ Options = flags.Check
 
 
 @dataclass
-class _Judged:
+class _Checked:
     path: Path
     loaded: LoadedRecipe | None = None
     faults: list[Fault] = field(default_factory=list)
@@ -34,36 +34,37 @@ class _Judged:
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Check; exit 2 if any recipe has a fault. Raises NotFound if there is no recipe."""
-    wanted = [options.recipe] if options.recipe is not None else names(ctx.recipes)
-    if not wanted:
+    chosen = [options.recipe] if options.recipe is not None else names(ctx.recipes)
+    if not chosen:
         raise NotFound("no recipes found", where=shown(ctx.recipes), hint="write one there")
-    judged = [_judge(ctx, find(name, ctx.recipes), options.set_) for name in wanted]
-    _one_name_each(judged)
-    faults = [fault for one in judged for fault in one.faults]
+    results = [_check_recipe(ctx, find(name, ctx.recipes), options.set_) for name in chosen]
+    _one_name_each(results)
+    faults = [fault for one in results for fault in one.faults]
     lines = list(dict.fromkeys(str(fault) for fault in faults))
-    lines.append(_summary(len(judged), len(lines)))
+    recipes = _count(len(results), "recipe")
+    lines.append(f"{recipes}, {_count(len(lines), 'fault') if lines else 'no faults'}")
     lines[:0] = [
         f"{shown(one.path)}: {line}"
-        for one in judged
+        for one in results
         for line in (*rules.warnings(one.bad), *one.notes)
     ]
-    result = {"recipes": [_data(one) for one in judged]}
-    return Outcome(result, "\n".join(lines), tuple(map(_check, judged)), 2 if faults else 0)
+    result = {"recipes": [_data(one) for one in results]}
+    return Outcome(result, "\n".join(lines), tuple(map(_check, results)), 2 if faults else 0)
 
 
-def _judge(ctx: Context, path: Path, overrides: tuple[str, ...]) -> _Judged:
+def _check_recipe(ctx: Context, path: Path, overrides: tuple[str, ...]) -> _Checked:
     """Load a recipe; check it against the rules across keys and known-bad combinations."""
     try:
         loaded = load(path, overrides)
     except RecipeError as error:
-        return _Judged(path, None, list(error.faults))
+        return _Checked(path, None, list(error.faults))
     bad = rules.known_bad(loaded, types=_types(ctx, loaded))
     found = [
         *rules.faults(loaded),
         *rules.combination_faults(loaded, bad),
         *pin.faults(ctx, loaded),
     ]
-    return _Judged(path, loaded, found, bad, pin.notes(ctx, loaded))
+    return _Checked(path, loaded, found, bad, pin.notes(ctx, loaded))
 
 
 def _types(ctx: Context, loaded: LoadedRecipe) -> frozenset[str]:
@@ -78,10 +79,10 @@ def _types(ctx: Context, loaded: LoadedRecipe) -> frozenset[str]:
     return rules.types_on_disk(paths.files for paths in located.values())
 
 
-def _one_name_each(judged: list[_Judged]) -> None:
+def _one_name_each(results: list[_Checked]) -> None:
     """Refuse two recipes of one name: they would share their servers."""
     by_name = defaultdict(list)
-    for one in judged:
+    for one in results:
         if one.loaded:
             by_name[one.loaded.recipe.name].append(one)
     for name, ones in by_name.items():
@@ -92,19 +93,18 @@ def _one_name_each(judged: list[_Judged]) -> None:
                 one.faults.append(place.fault(f"name: {first} has the same name '{name}'"))
 
 
-def _summary(recipes: int, faults: int) -> str:
-    what = f"{recipes} recipe{'s' * (recipes != 1)}"
-    return f"{what}, {faults} fault{'s' * (faults != 1)}" if faults else f"{what}, no faults"
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def _check(one: _Judged) -> Check:
+def _check(one: _Checked) -> Check:
     count = len(one.faults)
-    observed = f"{count} fault{'s' * (count != 1)}" if count else "no faults"
+    observed = _count(count, "fault") if count else "no faults"
     name = one.path.name.removesuffix(".yaml")
     return check(f"recipe.{name}", "no faults", observed, shown(one.path), ok=not count)
 
 
-def _data(one: _Judged) -> dict[str, Any]:
+def _data(one: _Checked) -> dict[str, Any]:
     return {
         "file": shown(one.path),
         "name": one.loaded.recipe.name if one.loaded else None,

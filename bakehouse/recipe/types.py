@@ -46,13 +46,11 @@ def _text(value: Any) -> Any:
 
 
 def _text_or_integer(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return _text(value)
+    return str(value) if type(value) is int else _text(value)
 
 
 def _version(value: Any) -> Any:
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if type(value) in (int, float):
         raise ValueError(
             f"this version is read as the number {value}; quote it (13.10 and 13.1 are the same "
             "number, but different versions)"
@@ -257,6 +255,7 @@ PATTERN = rf"(?:{_REGISTRY}/)?{_PART}(?:/{_PART})*(?::{_TAG})?(?:@{_DIGEST})?|{_
 LONGEST_NAME = 255
 LAST_PORT = 65535
 FORMS = "write NAME:TAG, REGISTRY/NAME:TAG or NAME@sha256:DIGEST, or sha256:ID for a local image"
+_ID = re.compile(r"(?i)sha256:[^/@]*\Z")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{2,}")
 
 
@@ -324,7 +323,7 @@ def faults(text: str) -> Iterator[str]:
     if scheme := _SCHEME.match(text):
         yield f"begins with '{scheme[0]}': a reference is not a URL"
         text = text[scheme.end() :]
-    if _is_id(text):
+    if _ID.match(text):
         yield from _digest(text)
         return
     registry, path, tag, digest = _split(text)
@@ -351,10 +350,6 @@ def faults(text: str) -> Iterator[str]:
         )
     if digest is not None:
         yield from _digest(digest)
-
-
-def _is_id(text: str) -> bool:
-    return text.lower().startswith("sha256:") and "/" not in text and "@" not in text
 
 
 def _host(registry: str) -> Iterator[str]:
@@ -387,7 +382,7 @@ def _hint(text: str) -> str:
         text = text[scheme.end() :]
     if re.fullmatch("[0-9a-f]{64}", text):
         made = f"sha256:{text}"
-    elif _is_id(text):
+    elif _ID.match(text):
         made = text.lower()
     else:
         registry, path, tag, digest = _split(text)
@@ -399,11 +394,10 @@ def _hint(text: str) -> str:
 
 
 def _matches(pattern: str, message: str) -> AfterValidator:
-    """Make a validator for text that has to match the whole of a pattern."""
-    compiled = re.compile(pattern)
+    """Return a validator for text that has to match the whole of a pattern."""
 
     def validate(value: str) -> str:
-        if not compiled.fullmatch(value):
+        if not re.fullmatch(pattern, value):
             raise ValueError(message)
         return value
 
