@@ -59,19 +59,12 @@ def pin_git(ctx: Context, git: Git, source: Source) -> GitPin:
         raise LockError(
             f"git printed no tree and date for commit {commit}: '{clean(shown.strip())}'", where=url
         )
-    number = None
-    if has_whole_history(git, repository):
-        number = int(git.ask(repository, "rev-list", "--count", commit))
+    whole = has_whole_history(git, repository)
     return GitPin(
-        url=url,
-        ref=source.ref,
-        ref_commit=ref_commit,
-        commit=commit,
-        tree=tree,
-        date=int(date),
-        number=number,
+        url=url, ref=source.ref, ref_commit=ref_commit, commit=commit, tree=tree, date=int(date),
+        number=int(git.ask(repository, "rev-list", "--count", commit)) if whole else None,
         submodules=tuple(_submodules(ctx, git, repository, url, commit)),
-    )
+    )  # fmt: skip
 
 
 def _submodules(
@@ -79,16 +72,16 @@ def _submodules(
 ) -> Iterator[SubmodulePin]:
     """Pin the submodules of a tree, and theirs."""
     todo = [(repository, url, commit, "", 0)]
-    seen = 0
+    count = 0
     while todo:
         repository, url, commit, below, depth = todo.pop(0)
         rows = git.ask(repository, "ls-tree", "-r", "-z", "--full-tree", commit).split("\0")
         entries = (row.partition("\t") for row in rows if row.startswith("160000 "))
         links = {path: head.split()[2] for head, _, path in entries}
         urls = _urls(git, repository, commit) if links else {}
-        for path, wanted in sorted(links.items()):
-            seen += 1
-            if seen > MAX_SUBMODULES or depth >= MAX_DEPTH:
+        for path, linked in sorted(links.items()):
+            count += 1
+            if count > MAX_SUBMODULES or depth >= MAX_DEPTH:
                 raise LockError("too many submodules", where=url)
             if path not in urls:
                 raise LockError(
@@ -96,14 +89,14 @@ def _submodules(
                     where=f"{url} at {commit}",
                     hint="choose another commit: this one is incomplete",
                 )
-            there = resolve_url(url, urls[path])
-            mirror = ensure_commit(ctx, git, there, wanted)
+            address = resolve_url(url, urls[path])
+            mirror = ensure_commit(ctx, git, address, linked)
             full = posixpath.join(below, path)
             yield SubmodulePin(
-                path=full, url=there, commit=wanted,
-                tree=git.object_id(mirror, f"{wanted}^{{tree}}"),
+                path=full, url=address, commit=linked,
+                tree=git.object_id(mirror, f"{linked}^{{tree}}"),
             )  # fmt: skip
-            todo.append((mirror, there, wanted, full, depth + 1))
+            todo.append((mirror, address, linked, full, depth + 1))
 
 
 def _urls(git: Git, repository: Path, commit: str) -> dict[str, str]:
@@ -165,15 +158,11 @@ def copy_mod(folder: Path, pin: ModPin, target: Path) -> None:
 
 
 def _files(folder: Path) -> tuple[FilePin, ...]:
-    where = str(folder)
+    where, hint = str(folder), "image.mods names folders, relative to the recipe"
     if not folder.is_dir():
-        hint = "image.mods names folders, relative to the recipe"
         raise NotFound.named("folder of a mod", folder.name, where=where, hint=hint)
     if not (folder / SCRIPT).is_file():
-        raise LockError(
-            f"the mod has no {SCRIPT}", where=where, id="mod-missing",
-            hint="image.mods names folders, relative to the recipe",
-        )  # fmt: skip
+        raise LockError(f"the mod has no {SCRIPT}", where=where, hint=hint, id="mod-missing")
     found = []
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_dir() or path.is_file()):
@@ -528,7 +517,4 @@ def moved_refs(ctx: Context, lock: Lock) -> tuple[Drift, ...]:
         return ()
     git = Git(ctx.processes, ctx.environment)
     _, now = find_ref(ctx, git, lock.source.url, lock.source.ref)
-    if now == lock.source.ref_commit:
-        return ()
-    locked = str(lock.source.ref_commit)
-    return (Drift(reason="ref-moved", where="source.ref", locked=locked, now=now),)
+    return tuple(_differ("ref-moved", "source.ref", str(lock.source.ref_commit), now))

@@ -69,7 +69,7 @@ def plan_serve(
         host=address,
         port=chosen,
         expects=engine.expectations(asked),
-        suites=recipe.asked.suites or (),
+        suites=recipe.effective_probe.suites or (),
         container=_container(
             recipe, engine, image, weight_mounts(lock, weights), folder, address, chosen
         ) if image else None,

@@ -141,10 +141,10 @@ def meets(version: str, spec: str) -> bool:
     found = _SPEC.fullmatch(spec)
     if found is None:
         return False
-    sign, wanted = found[1], found[2]
+    sign, bound = found[1], found[2]
     if not sign:
-        return satisfies(version, wanted)
-    want = numbers(wanted)
+        return satisfies(version, bound)
+    want = numbers(bound)
     have = numbers(version)[: len(want)]
     return {"<": have < want, "<=": have <= want, ">": have > want, ">=": have >= want}[sign]
 

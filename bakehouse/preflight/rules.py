@@ -74,11 +74,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]+")
 def volumes(texts: Sequence[str], folder: str) -> tuple[Mount, ...]:
     """Parse `SOURCE:TARGET[:ro]`: a named volume, or a path of the host. Raises UsageError."""
     read = tuple(_volume(text, folder) for text in texts)
-    seen: dict[str, str] = {}
+    targets: dict[str, str] = {}
     for text, mount in zip(texts, read, strict=True):
-        if other := seen.get(inner := os.path.normpath(mount.target)):
+        if other := targets.get(inner := os.path.normpath(mount.target)):
             raise _bad_volume(text, f"has the same target as '{other}'", "give each its own folder")
-        seen[inner] = text
+        targets[inner] = text
     return read
 
 

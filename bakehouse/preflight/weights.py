@@ -192,8 +192,8 @@ def projector_check(model: Checkpoint, projector: Checkpoint) -> Check:
         return check("projector-matches", expected, None, where, ok=None)
     if width in widths or (not widths and width in declared):
         return check("projector-matches", expected, f"{width}", where, ok=True)
-    seen = ", ".join(map(str, sorted(declared or widths)[:6]))
-    observed = f"it projects to {seen}: it is for another size of this model"
+    dimensions = ", ".join(map(str, sorted(declared or widths)[:6]))
+    observed = f"it projects to {dimensions}: it is for another size of this model"
     return check("projector-matches", expected, observed, where, ok=False)
 
 

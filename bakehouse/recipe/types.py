@@ -36,6 +36,12 @@ class Misplaced(ValueError):
         self.at = at
 
 
+def exactly_one(model: Any, *names: str) -> None:
+    """Refuse a model in which not exactly one of these keys is set. Raises Misplaced."""
+    if sum(getattr(model, name) is not None for name in names) != 1:
+        raise Misplaced(f"give exactly one of {', '.join(names[:-1])} and {names[-1]}")
+
+
 def _text(value: Any) -> Any:
     if isinstance(value, bool):
         word = str(value).lower()
@@ -282,7 +288,7 @@ class ImageReference:
         return f"{self.registry}/{self.repository}"
 
     @property
-    def wanted(self) -> str:
+    def tag_or_digest(self) -> str:
         """What to ask the registry for: the digest if there is one."""
         return self.digest or self.tag or "latest"
 

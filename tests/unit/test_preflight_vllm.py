@@ -110,7 +110,7 @@ def test_shipped_dflash_recipes_draft_as_measured() -> None:
     for name, depth in (("", 15), ("-4", 4)):
         made = load(RECIPES / f"muse-glimmer-dflash{name}.yaml").recipe
         assert made.serve.vars == {"sequences": 256, "batch": 8192, "depth": depth}
-        assert made.asked.suites == ("facts", "fluency", "likelihood", "speculation")
+        assert made.effective_probe.suites == ("facts", "fluency", "likelihood", "speculation")
         assert made.container
         assert (made.container.ipc, made.container.shm_size) == ("host", 16 * 2**30)
 
