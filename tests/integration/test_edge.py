@@ -27,8 +27,8 @@ import sys, types, time
 from pathlib import Path
 from dataclasses import dataclass
 from bakehouse.cli import main
-from bakehouse.outcome import Outcome
-from bakehouse.records.store import Run
+from bakehouse.context import Outcome
+from bakehouse.runs.store import Run
 
 @dataclass(frozen=True)
 class Options:
