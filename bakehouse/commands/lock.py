@@ -12,7 +12,7 @@ from bakehouse.host import read_host
 from bakehouse.lock import Drift, changes, describe, moved_line
 from bakehouse.patches import pin
 from bakehouse.patches.source_tree import ensure_tree, repository_of
-from bakehouse.preflight.rules import load_valid
+from bakehouse.preflight.rules import load_and_check
 from bakehouse.recipe.loader import find
 from bakehouse.resolver import ensure_lock, lock_path, moved_refs, read_lock
 from bakehouse.sources.images import ensure_image, moved_tags
@@ -21,7 +21,7 @@ from bakehouse.sources.weights import ensure, refuse_offline
 
 def run_lock(ctx: Context, options: flags.Lock) -> Outcome:
     """Write the lock if there is none; with `update`, update its pins."""
-    loaded = load_valid(find(options.recipe, ctx.recipes), options.set_)
+    loaded = load_and_check(find(options.recipe, ctx.recipes), options.set_, combinations=False)
     pin.require_manifests(ctx, loaded)
     path = lock_path(loaded.path)
     try:
@@ -58,7 +58,7 @@ def run_lock(ctx: Context, options: flags.Lock) -> Outcome:
 
 def run_fetch(ctx: Context, options: flags.Fetch) -> Outcome:
     """Download what is missing and verify all of it."""
-    loaded = load_valid(find(options.recipe, ctx.recipes), options.set_)
+    loaded = load_and_check(find(options.recipe, ctx.recipes), options.set_, combinations=False)
     pin.require_manifests(ctx, loaded)
     lock = ensure_lock(ctx, loaded, locked=options.locked)
     refuse_offline(ctx, lock)

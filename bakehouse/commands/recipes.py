@@ -132,7 +132,7 @@ def _judge(ctx: Context, path: Path, overrides: tuple[str, ...]) -> _Judged:
     bad = rules.known_bad(loaded, types=_types(ctx, loaded))
     found = [
         *rules.faults(loaded),
-        *rules.known_bad_faults(loaded, bad),
+        *rules.combination_faults(loaded, bad),
         *pin.faults(ctx, loaded),
     ]
     return _Judged(path, loaded, found, bad, pin.notes(ctx, loaded))

@@ -120,7 +120,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         wanted = prepare(ctx, wanted, options, record)
         ready = bring(
             ctx, wanted, options, record,
-            lambda endpoint, known: run_probe(ctx, endpoint, recipe.asked, known=known),
+            lambda endpoint, known: run_probe(ctx, endpoint, recipe.effective_probe, known=known),
         )  # fmt: skip
         record.fact("loading_seconds", round(ready.loading, 3))
         record.fact("proving_seconds", round(ready.proving, 3))

@@ -302,7 +302,7 @@ def _ours(ctx: Context, which: Which, *, golden: bool) -> Target:
     )  # fmt: skip
     lock = read_lock(lock_path(loaded.path))
     known = known_of(recipe, lock, loaded.folder, state.plan) if lock else None
-    probe = recipe.asked
+    probe = recipe.effective_probe
     if golden:
         if known is None:
             raise LockError(

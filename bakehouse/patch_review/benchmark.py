@@ -147,7 +147,7 @@ class Workload:
 
 def workload_of(recipe: Recipe, expect: Expect) -> Workload:
     """Return what both servers get: the recipe's suites, the patch's, and the benchmark."""
-    asked = recipe.asked
+    asked = recipe.effective_probe
     suites = tuple(dict.fromkeys((*(asked.suites or ()), *expect.suites)))
     patterns = (*expect.must_appear, *expect.must_not_appear)
     tokens = asked.fluency.max_tokens if "max_tokens" in asked.fluency.model_fields_set else TOKENS

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from bakehouse.errors import Fault, HostError, NotFound, RecipeError
 from bakehouse.models import Frozen
 from bakehouse.recipe.document import KeyPath, Unreadable, compose, flatten
+from bakehouse.recipe.loader import Places, message_of
 from bakehouse.recipe.models import SuiteName
 from bakehouse.recipe.types import (
     Anything,
@@ -31,7 +32,6 @@ from bakehouse.recipe.types import (
     dotted,
     shown,
 )
-from bakehouse.recipe.validation import Places, words
 from bakehouse.util.files import write_atomic
 from bakehouse.util.text import did_you_mean
 
@@ -284,7 +284,7 @@ def _fault(error: Any, places: Places) -> Fault:
     if error["type"] == "extra_forbidden":
         hint = did_you_mean(str(path[-1]), list(_keys()) if len(path) == 1 else [])
         return places.of_key(path).fault(f"unknown key {dotted(path)}", hint)
-    message, hint = words(error)
+    message, hint = message_of(error)
     return places.of(path).fault(f"{dotted(path)}: {message}" if path else message, hint)
 
 

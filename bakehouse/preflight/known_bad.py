@@ -127,11 +127,13 @@ def _holds(name: str, values: tuple[str, ...], situation: Situation) -> bool | N
     if name in ("toolkit", "engine_version"):
         return any(meets(fact, value) for value in values)
     if name == "environment":
-        return any(_environment(value, fact) for value in values)
+        pairs = [(v[0] == "!", *v.removeprefix("!").partition("=")[::2]) for v in values]
+        is_set = [name in fact and fnmatchcase(fact[name], value) for _, name, value in pairs]
+        return any(no != yes for (no, _, _), yes in zip(pairs, is_set, strict=True))
     facts = [fact] if isinstance(fact, str) else list(fact)
     upper = [f.upper() for f in facts] if name == "quantisation" else facts
-    wanted = [v.upper() for v in values] if name == "quantisation" else values
-    return any(fnmatchcase(one, value) for one in upper for value in wanted)
+    patterns = [v.upper() for v in values] if name == "quantisation" else values
+    return any(fnmatchcase(one, value) for one in upper for value in patterns)
 
 
 def meets(version: str, spec: str) -> bool:
@@ -139,18 +141,12 @@ def meets(version: str, spec: str) -> bool:
     found = _SPEC.fullmatch(spec)
     if found is None:
         return False
-    sign, wanted = found[1], found[2]
+    sign, bound = found[1], found[2]
     if not sign:
-        return satisfies(version, wanted)
-    want = numbers(wanted)
+        return satisfies(version, bound)
+    want = numbers(bound)
     have = numbers(version)[: len(want)]
     return {"<": have < want, "<=": have <= want, ">": have > want, ">=": have >= want}[sign]
-
-
-def _environment(condition: str, environment: Mapping[str, str]) -> bool:
-    name, _, value = condition.removeprefix("!").partition("=")
-    is_so = name in environment and fnmatchcase(environment[name], value)
-    return not is_so if condition.startswith("!") else is_so
 
 
 def quantisations(names: Iterable[str]) -> frozenset[str] | None:
@@ -178,33 +174,28 @@ def situation_of(
         pairs += [f"{flag}={value}" for flag, values in read.items() for value in values]
     names += [pair for pair in pairs if pair.startswith("--quantization=")]
     known = {t.upper() for t in tensor_types} | (quantisations(names) or set())
-    seen = set(capabilities)
-    if not seen and recipe.host.compute_capability:
-        seen = {recipe.host.compute_capability}
+    gpus = set(capabilities)
+    if not gpus and recipe.host.compute_capability:
+        gpus = {recipe.host.compute_capability}
     container = recipe.container.env if recipe.container else {}
     cmake = recipe.build.cmake if recipe.build else {}
     cuda = recipe.build.cuda if recipe.build else None
+    inapplicable = set() if cuda else {"toolkit"}
+    if recipe.engine == "vllm" and not (recipe.container and recipe.container.gpus) and not gpus:
+        inapplicable.add("compute_capability")
     return Situation(
         engine=recipe.engine,
         engine_version=engine_version,
         toolkit=toolkit or (cuda.version if cuda else None),
         quantisation=frozenset(known) or None,
-        compute_capability=frozenset(seen) or None,
+        compute_capability=frozenset(gpus) or None,
         environment={**container, **recipe.serve.env},
         flags=(*(f"{n}={v}" for n, v in cmake.items()), *words, *pairs),
-        inapplicable=_inapplicable(recipe, seen),
+        inapplicable=frozenset(inapplicable),
     )
 
 
-def _inapplicable(recipe: Recipe, capabilities: set[str]) -> frozenset[str]:
-    """Return facts that do not apply: a toolkit without a CUDA build, a GPU that is not used."""
-    cuda = recipe.build.cuda if recipe.build else None
-    none = set() if cuda else {"toolkit"}
-    on_cpu = recipe.engine == "vllm" and not (recipe.container and recipe.container.gpus)
-    return frozenset(none | ({"compute_capability"} if on_cpu and not capabilities else set()))
-
-
-def judge(recipe: Recipe, situation: Situation, where: str) -> tuple[Check, ...]:
+def check_combinations(recipe: Recipe, situation: Situation, where: str) -> tuple[Check, ...]:
     """Return one check for each matching row: failed if it refuses, unknown if it warns.
 
     A row that the recipe acknowledges passes, with the reason, for the record.
@@ -221,8 +212,3 @@ def judge(recipe: Recipe, situation: Situation, where: str) -> tuple[Check, ...]
         ok = True if reason else (False if row.effect == "refuse" and match.certain else None)
         found.append(check(f"{PREFIX}{row.id}", row.fix, observed, where, ok=ok))
     return tuple(found)
-
-
-def stale_acknowledgements(recipe: Recipe) -> tuple[str, ...]:
-    """Return acknowledged ids that no row has."""
-    return tuple(sorted(set(recipe.acknowledge) - {row.id for row in rows()}))

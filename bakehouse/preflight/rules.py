@@ -14,6 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
@@ -27,7 +28,7 @@ from bakehouse.errors import BakehouseError, Fault, RecipeError, UsageError
 from bakehouse.host import compute_capabilities
 from bakehouse.lock import Lock
 from bakehouse.models import Check, Verdict
-from bakehouse.preflight.known_bad import PREFIX, Row, judge, rows, situation_of
+from bakehouse.preflight.known_bad import PREFIX, Row, check_combinations, rows, situation_of
 from bakehouse.recipe.loader import LoadedRecipe, load
 from bakehouse.recipe.models import Recipe
 from bakehouse.recipe.types import shown
@@ -73,11 +74,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]+")
 def volumes(texts: Sequence[str], folder: str) -> tuple[Mount, ...]:
     """Parse `SOURCE:TARGET[:ro]`: a named volume, or a path of the host. Raises UsageError."""
     read = tuple(_volume(text, folder) for text in texts)
-    seen: dict[str, str] = {}
+    targets: dict[str, str] = {}
     for text, mount in zip(texts, read, strict=True):
-        if other := seen.get(inner := os.path.normpath(mount.target)):
-            raise _bad(text)(f"has the same target as '{other}'", "give each its own folder")
-        seen[inner] = text
+        if other := targets.get(inner := os.path.normpath(mount.target)):
+            raise _bad_volume(text, f"has the same target as '{other}'", "give each its own folder")
+        targets[inner] = text
     return read
 
 
@@ -111,38 +112,40 @@ def _is_socket(path: str) -> bool:
         return False
 
 
-def _bad(text: str) -> Callable[[str, str], UsageError]:
-    def made(why: str, hint: str) -> UsageError:
-        return UsageError(f"container.volumes: '{text}' {why}", hint=hint, id="bad-volume")
-
-    return made
+def _bad_volume(text: str, why: str, hint: str) -> UsageError:
+    return UsageError(f"container.volumes: '{text}' {why}", hint=hint, id="bad-volume")
 
 
 def _volume(text: str, folder: str) -> Mount:
-    bad = _bad(text)
     parts = text.split(":")
     mode = parts.pop() if len(parts) == 3 else "rw"
     if len(parts) != 2 or mode not in ("ro", "rw") or not all(parts) or "\0" in text:
-        raise bad("is not a volume", "write SOURCE:TARGET or SOURCE:TARGET:ro")
+        raise _bad_volume(text, "is not a volume", "write SOURCE:TARGET or SOURCE:TARGET:ro")
     source, target = parts
     inner = PurePosixPath(os.path.normpath(target))
     if not target.startswith("/") or inner == PurePosixPath("/"):
-        raise bad("has no target folder in the container", "name one, such as /root/.cache/vllm")
+        raise _bad_volume(
+            text, "has no target folder in the container", "name one, such as /root/.cache/vllm"
+        )
     if inner == WEIGHTS or WEIGHTS in inner.parents or inner in WEIGHTS.parents:
-        raise bad("hides the pinned weights", f"they are in {WEIGHTS}; name another folder")
+        raise _bad_volume(
+            text, "hides the pinned weights", f"they are in {WEIGHTS}; name another folder"
+        )
     if (
         inner in map(PurePosixPath, ("/root", "/home"))
         or set(PACKAGES) & set(inner.parts)
         or any(PurePosixPath(code) in (inner, *inner.parents) for code in CODE)
     ):
-        raise bad(
+        raise _bad_volume(
+            text,
             "hides code of the image, which was verified as it is",
             "mount data elsewhere, such as in /data or /root/.cache; change code with image.mods "
             "or image.patches",
         )
     if "/" not in source and not source.startswith(("~", ".")):
         if not _NAME.fullmatch(source):
-            raise bad(
+            raise _bad_volume(
+                text,
                 "has an invalid volume name",
                 "a name has two or more letters, digits, '_', '.' and '-'; a path begins with /, ~ "
                 "or .",
@@ -150,7 +153,7 @@ def _volume(text: str, folder: str) -> Mount:
         return Mount(source=source, target=target, read_only=mode == "ro", volume=True)
     path = os.path.abspath(os.path.join(folder, os.path.expanduser(source)))
     if why := reaches(path):
-        raise bad(why, "mount the one folder that the server needs")
+        raise _bad_volume(text, why, "mount the one folder that the server needs")
     return Mount(source=path, target=target, read_only=mode == "ro")
 
 
@@ -163,40 +166,59 @@ _SPEC_TYPE = re.compile(r"--spec-type[=\s]+([\w,-]+)")
 
 def rule_conflicts(recipe: Recipe) -> tuple[Conflict, ...]:
     """Return every contradiction between keys of a recipe."""
-    return (
-        *conflicts(recipe.build),
-        *_definitions(recipe),
-        *_projector(recipe),
-        *_address(recipe),
-        *_acknowledged(recipe),
-    )
+    found = list(conflicts(recipe.build))
+    if recipe.engine == "llama.cpp" and recipe.build:
+        refused = refusals(recipe.build.cmake, NOTHING)
+        found += [Conflict(("build", "cmake", r.name), r.message, r.hint) for r in refused]
+    found += _projector(recipe)
+    try:
+        bind_address(recipe.serve.host, has_key=recipe.serve.api_key is not None)
+    except UsageError as error:
+        found.append(Conflict(("serve", "host"), error.what, error.hint or ""))
+    found += [
+        Conflict(
+            ("acknowledge", name),
+            f"no known-bad combination has the id '{name}'",
+            "remove it; `invoke check` lists the ids that apply",
+        )
+        for name in (sorted(set(recipe.acknowledge) - {row.id for row in rows()})
+                     if recipe.acknowledge else ())
+    ]  # fmt: skip
+    return tuple(found)
 
 
 def faults(loaded: LoadedRecipe) -> tuple[Fault, ...]:
     """Return contradictions and faults of the command, each at its place in the files."""
-    found = (
+    recipe, box = loaded.recipe, loaded.recipe.container
+    found = [
         loaded.origin(*c.keys).fault(f"{'.'.join(c.keys)}: {c.message}", c.hint)
-        for c in rule_conflicts(loaded.recipe)
-    )
-    return (*found, *_container(loaded), *_command(loaded))
+        for c in rule_conflicts(recipe)
+    ]
+    for key, try_it in (
+        ("volumes", lambda: box and volumes(box.volumes, str(loaded.folder))),
+        ("gpus", lambda: box and box.gpus is not None and gpu_request(box.gpus)),
+    ):
+        try:
+            try_it()
+        except UsageError as error:
+            message = error.what if key in error.what else f"container.{key}: {error.what}"
+            found.append(loaded.origin("container", key).fault(message, error.hint or ""))
+    try:
+        engine_of(recipe.engine).refuse(loaded.command, recipe, loaded.origin("serve", "command"))
+    except RecipeError as error:
+        found += error.faults
+    if recipe.engine == "vllm":
+        found += [
+            loaded.origin(*c.keys).fault(c.message, c.hint)
+            for c in engine.conflicts(recipe, arguments.read(loaded.command))
+        ]
+    return tuple(found)
 
 
 def require(loaded: LoadedRecipe) -> None:
     """Raise RecipeError (exit 2) with every fault, if there is one."""
     if found := faults(loaded):
         raise RecipeError(f"the recipe {loaded.recipe.name} contradicts itself", found)
-
-
-def load_valid(
-    path: Path,
-    overrides: Sequence[str] = (),
-    change: Callable[[LoadedRecipe], LoadedRecipe] | None = None,
-) -> LoadedRecipe:
-    """Load a recipe and check its rules, `change` applied first. Raises RecipeError."""
-    loaded = load(path, overrides)
-    loaded = change(loaded) if change else loaded
-    require(loaded)
-    return loaded
 
 
 def speculation_modes(recipe: Recipe) -> tuple[str, ...]:
@@ -216,56 +238,16 @@ def _definitions(recipe: Recipe) -> tuple[Conflict, ...]:
     )
 
 
-def _container(loaded: LoadedRecipe) -> tuple[Fault, ...]:
-    """Return invalid volumes and GPUs."""
-    box = loaded.recipe.container
-    found: list[Fault] = []
-    for key, try_it in (
-        ("volumes", lambda: box and volumes(box.volumes, str(loaded.folder))),
-        ("gpus", lambda: box and box.gpus is not None and gpu_request(box.gpus)),
-    ):
-        try:
-            try_it()
-        except UsageError as error:
-            message = error.what if key in error.what else f"container.{key}: {error.what}"
-            found.append(loaded.origin("container", key).fault(message, error.hint or ""))
-    return tuple(found)
-
-
-def _command(loaded: LoadedRecipe) -> tuple[Fault, ...]:
-    """What the command, rendered with example paths, must not contain, or lacks."""
-    recipe, origin = loaded.recipe, loaded.origin("serve", "command")
-    found: tuple[Fault, ...] = ()
-    try:
-        engine_of(recipe.engine).refuse(loaded.command, recipe, origin)
-    except RecipeError as error:
-        found = error.faults
-    if recipe.engine == "vllm":
-        found += tuple(
-            loaded.origin(*c.keys).fault(c.message, c.hint)
-            for c in engine.conflicts(recipe, arguments.read(loaded.command))
-        )
-    return found
-
-
-def _address(recipe: Recipe) -> tuple[Conflict, ...]:
-    try:
-        bind_address(recipe.serve.host, has_key=recipe.serve.api_key is not None)
-    except UsageError as error:
-        return (Conflict(("serve", "host"), error.what, error.hint or ""),)
-    return ()
-
-
 def _projector(recipe: Recipe) -> tuple[Conflict, ...]:
     sees = recipe.weights.projector is not None or "--mmproj" in recipe.serve.command
-    modes = [m for m in speculation_modes(recipe) if m in OWN_DRAFT_CACHE]
+    patches = recipe.patches if recipe.experimental else ()
+    lifted = {rule for patch in patches for rule in patch.lifts}
+    modes = [
+        mode
+        for mode in speculation_modes(recipe)
+        if mode in OWN_DRAFT_CACHE and f"{PROJECTOR_RULE}{mode}" not in lifted
+    ]
     if recipe.engine != "llama.cpp" or not sees or not modes:
-        return ()
-    lifted = (
-        {rule for patch in recipe.patches for rule in patch.lifts} if recipe.experimental else ()
-    )
-    modes = [mode for mode in modes if f"{PROJECTOR_RULE}{mode}" not in lifted]
-    if not modes:
         return ()
     rules = ", ".join(f"{PROJECTOR_RULE}{mode}" for mode in modes)
     return (
@@ -276,21 +258,6 @@ def _projector(recipe: Recipe) -> tuple[Conflict, ...]:
             "remove the speculation or the projector (ngram modes work with it), or use a patch "
             f"that fixes this, with lifts: [{rules}] and experimental: true",
         ),
-    )
-
-
-def _acknowledged(recipe: Recipe) -> tuple[Conflict, ...]:
-    if not recipe.acknowledge:
-        return ()
-    from bakehouse.preflight.known_bad import stale_acknowledgements
-
-    return tuple(
-        Conflict(
-            ("acknowledge", name),
-            f"no known-bad combination has the id '{name}'",
-            "remove it; `invoke check` lists the ids that apply",
-        )
-        for name in stale_acknowledgements(recipe)
     )
 
 
@@ -327,20 +294,25 @@ def known_bad(
         tensor_types=types,
         engine_version=str(number) if number else None,
     )
-    return judge(loaded.recipe, situation, shown(loaded.path))
+    return check_combinations(loaded.recipe, situation, shown(loaded.path))
 
 
 def load_and_check(
     path: Path,
     overrides: Sequence[str] = (),
     change: Callable[[LoadedRecipe], LoadedRecipe] | None = None,
+    *,
+    combinations: bool = True,
 ) -> LoadedRecipe:
-    """Load a recipe without contradictions and known-bad combinations, `change` applied first.
+    """Load a recipe, `change` it, and check its rules and (`combinations`) known-bad combinations.
 
     Raises RecipeError.
     """
-    loaded = load_valid(path, overrides, change)
-    refuse(loaded, known_bad(loaded))
+    loaded = load(path, overrides)
+    loaded = change(loaded) if change else loaded
+    require(loaded)
+    if combinations:
+        refuse(loaded, known_bad(loaded))
     return loaded
 
 
@@ -365,14 +337,12 @@ def types_on_disk(files: Iterable[Sequence[str]]) -> frozenset[str]:
     for names in files:
         paths = [Path(name) for name in names]
         if paths and all(path.is_file() for path in paths):
-            try:
+            with suppress(BakehouseError):
                 found |= read_paths(paths).formats
-            except BakehouseError:
-                continue
     return frozenset(found)
 
 
-def known_bad_faults(loaded: LoadedRecipe, checks: Iterable[Check]) -> tuple[Fault, ...]:
+def combination_faults(loaded: LoadedRecipe, checks: Iterable[Check]) -> tuple[Fault, ...]:
     """Return the refused combinations, each at its key in the recipe."""
     by_id = {PREFIX + row.id: row for row in rows()}
     found = []
@@ -386,7 +356,7 @@ def known_bad_faults(loaded: LoadedRecipe, checks: Iterable[Check]) -> tuple[Fau
 
 def refuse(loaded: LoadedRecipe, checks: tuple[Check, ...]) -> None:
     """Raise RecipeError (exit 2) for a combination that must not be built or served."""
-    if found := known_bad_faults(loaded, checks):
+    if found := combination_faults(loaded, checks):
         error = RecipeError(f"the recipe {loaded.recipe.name} is known to be bad", found)
         error.id = "known-bad"
         error.checks = checks

@@ -74,18 +74,16 @@ def inspect(
     checks: list[Check] = []
     for role, paths in files.items():
         where = str(paths[0]) if paths else role
-        expected = "complete weight files that belong together"
         try:
-            found[role] = read_paths(paths)
+            made = found[role] = read_paths(paths)
         except BakehouseError as error:
             observed = f"{error.what} ({error.hint})" if error.hint else error.what
-            checks.append(
-                check(f"{role}-files", expected, observed, error.where or where, ok=False)
-            )
-            continue
-        made = found[role]
-        seen = f"{len(made.files)} files, {made.size} bytes, {made.parameters} parameters"
-        checks.append(check(f"{role}-files", expected, seen, where, ok=True))
+            where, ok = error.where or where, False
+        else:
+            counts = f"{len(made.files)} files, {made.size} bytes"
+            observed, ok = f"{counts}, {made.parameters} parameters", True
+        expected = "whole weight files that belong together"
+        checks.append(check(f"{role}-files", expected, observed, where, ok=ok))
     if (model := found.get("model")) and model.format == "gguf":
         checks += gguf_checks(model, architectures=architectures, chat=chat, argv=argv)
         if projector := found.get("projector"):
@@ -113,14 +111,14 @@ def gguf_checks(
                   ok=bool(pre))
         )  # fmt: skip
     if chat:
-        given = next((a for a in argv if a.split("=")[0] in TEMPLATE_FLAGS), None)
+        flag = next((a for a in argv if a.split("=")[0] in TEMPLATE_FLAGS), None)
         own = bool(model.metadata.get("tokenizer.chat_template"))
-        observed = "in the file" if own else f"by {given}" if given else (
-            "none: the engine would use a default template"
+        observed = "in the file" if own else f"by {flag}" if flag else (
+            "none: the engine would fall back to a template of its own"
         )  # fmt: skip
         made.append(
             check("model-chat-template", "a chat template, since chat is used", observed, where,
-                  ok=own or given is not None)
+                  ok=own or flag is not None)
         )  # fmt: skip
     return tuple(made)
 
@@ -132,17 +130,17 @@ def template_check(files: Sequence[Path], argv: Sequence[str] = ()) -> Check:
     theirs in code, so a checkpoint without `tokenizer_config.json` is unknown.
     """
     names = {path.name: path for path in files}
-    given = next((a for a in argv if a.split("=")[0] in TEMPLATE_FLAGS), None)
+    flag = next((a for a in argv if a.split("=")[0] in TEMPLATE_FLAGS), None)
     own = next((name for name in TEMPLATE_FILES if name in names), None)
     config = names.get(TOKENIZER)
-    in_config = _has_template(config) if config and not own else None
+    configured = _has_template(config) if config and not own else None
     where = TOKENIZER if config else "the pinned files"
-    if own or given or in_config:
-        seen: str | None = f"in {own}" if own else f"by {given}" if given else f"in {TOKENIZER}"
+    if own or flag or configured:
+        observed: str | None = f"in {own}" if own else f"by {flag}" if flag else f"in {TOKENIZER}"
     else:
-        seen = None if in_config is None else "none: each chat request would get status 400"
-    return check("model-chat-template", "a chat template, since chat is used", seen, where,
-                 ok=bool(own or given or in_config))  # fmt: skip
+        observed = None if configured is None else "none: each chat request would end with 400"
+    return check("model-chat-template", "a chat template, since chat is used", observed, where,
+                 ok=bool(own or flag or configured))  # fmt: skip
 
 
 def _has_template(path: Path) -> bool | None:
@@ -194,8 +192,8 @@ def projector_check(model: Checkpoint, projector: Checkpoint) -> Check:
         return check("projector-matches", expected, None, where, ok=None)
     if width in widths or (not widths and width in declared):
         return check("projector-matches", expected, f"{width}", where, ok=True)
-    seen = ", ".join(map(str, sorted(declared or widths)[:6]))
-    observed = f"it projects to {seen}: it is for another size of this model"
+    dimensions = ", ".join(map(str, sorted(declared or widths)[:6]))
+    observed = f"it projects to {dimensions}: it is for another size of this model"
     return check("projector-matches", expected, observed, where, ok=False)
 
 
@@ -242,19 +240,16 @@ def admit(
         question.mode == "chat" for question in recipe.probe.facts.questions
     )
     known = source_architectures(ctx, lock) if recipe.engine == "llama.cpp" else None
-    seen = inspect(paths, architectures=known, chat=chat, argv=argv)
-    if failed := next((c for c in seen.checks if c.verdict is Verdict.FAILED), None):
+    inspected = inspect(paths, architectures=known, chat=chat, argv=argv)
+    if failed := [one for one in inspected.checks if one.verdict is Verdict.FAILED]:
         raise CheckpointError(
-            f"the weights cannot be served: {failed.observed}",
-            where=failed.where,
-            hint=f"expected: {failed.expected}",
-            id=failed.id,
-            checks=seen.checks,
-        )
-    weights = {role: Weight.read(made) for role, made in seen.checkpoints.items()}
+            f"the weights cannot be served: {failed[0].observed}", where=failed[0].where,
+            hint=f"expected: {failed[0].expected}", id=failed[0].id, checks=inspected.checks,
+        )  # fmt: skip
+    weights = {role: Weight.read(made) for role, made in inspected.checkpoints.items()}
     machine = machine or find_machine(ctx.processes)
     budget = recipe_budget(machine, recipe, weights, argv)
-    checks = (*seen.checks, *budget.checks())
+    checks = (*inspected.checks, *budget.checks())
     if not budget.fits and not risk_accepted:
         raise refusal(
             budget,
@@ -262,7 +257,7 @@ def admit(
             quant=fitting_quant(ctx, machine, recipe, weights, argv, files=paths["model"]),
             mapped=recipe.engine == "llama.cpp",
         )
-    return Admission(checks, budget, types_in(seen.checkpoints.values()))
+    return Admission(checks, budget, types_in(inspected.checkpoints.values()))
 
 
 def refuse_by_size(
@@ -290,16 +285,3 @@ def refuse_by_size(
     if not budget.fits:
         at = [Path(name) for name in files]
         raise refusal(budget, quant=fitting_quant(ctx, machine, recipe, weights, argv, files=at))
-
-
-def _refuse_files(seen: Inspected) -> None:
-    failed = [check for check in seen.checks if check.verdict is Verdict.FAILED]
-    if failed:
-        first = failed[0]
-        raise CheckpointError(
-            f"the weights cannot be served: {first.observed}",
-            where=first.where,
-            hint=f"expected: {first.expected}",
-            id=first.id,
-            checks=seen.checks,
-        )

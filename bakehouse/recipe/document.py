@@ -32,49 +32,34 @@ MAX_CHARACTERS = 4 * 2**20
 MAX_DEPTH = 40
 MAX_DIGITS = 1000
 
-NULL = re.compile(r"null|Null|NULL|~|")
-BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 INT = re.compile(r"[-+]?[0-9]+")
-OCTAL = re.compile(r"0o[0-7]+")
-HEX = re.compile(r"0x[0-9a-fA-F]+")
 FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
+_NOT_TEXT = re.compile(
+    r"null|Null|NULL|~||true|True|TRUE|false|False|FALSE|0o[0-7]+|0x[0-9a-fA-F]+|"
+    rf"{INT.pattern}|{FLOAT.pattern}|{NOT_FINITE.pattern}"
+)
 _TAG = re.compile(r"(?:&\S+\s+)?(!\S*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
-    """A scalar: text, a number, a boolean or None."""
+class Node:
+    """A value and its place: a scalar, a tuple of nodes (list), or nodes by key (map)."""
 
     origin: Origin
     value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Items:
-    """A list."""
-
-    origin: Origin
-    items: tuple[Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A map."""
-
-    origin: Origin
-    entries: dict[str, Node] = field(default_factory=dict)
     keys: dict[str, Origin] = field(default_factory=dict)
-    """Where each key itself is."""
+    """Where each key of a map itself is."""
 
-
-Node = Leaf | Items | Table
+    @property
+    def is_null(self) -> bool:
+        """Whether this is null, which deletes."""
+        return self.value is None
 
 
 def is_word(text: str) -> bool:
     """Whether an unquoted scalar of this text is text: no number, boolean or null."""
-    forms = (NULL, BOOL, INT, OCTAL, HEX, FLOAT, NOT_FINITE)
-    return not any(form.fullmatch(text) for form in forms)
+    return not _NOT_TEXT.fullmatch(text)
 
 
 class Unreadable(Exception):
@@ -189,13 +174,12 @@ class _Reader:
             message = f"tags such as {tag[1]} are not supported"
             self.faults.append(place.fault(message, "put text in quotes"))
         if isinstance(node, ruamel.ScalarNode):
-            return Leaf(place, self._scalar(node, place))
+            return Node(place, self._scalar(node, place))
         self.open.add(id(node))
-        made: Node
         if isinstance(node, ruamel.SequenceNode):
-            made = Items(place, tuple(self.convert(item, depth + 1) for item in node.value))
+            made = Node(place, tuple(self.convert(item, depth + 1) for item in node.value))
         else:
-            made = self._table(node, place, depth)
+            made = self._map(node, place, depth)
         self.open.remove(id(node))
         return made
 
@@ -208,9 +192,9 @@ class _Reader:
             self.faults.append(place.fault("text must not contain half of a surrogate pair"))
         if node.style is not None:
             return text
-        if NULL.fullmatch(text):
+        if text in ("", "~", "null", "Null", "NULL"):
             return None
-        if BOOL.fullmatch(text):
+        if text.lower() in ("true", "false") and not is_word(text):
             return text.lower() == "true"
         return text if is_word(text) else self._number(text, place)
 
@@ -224,29 +208,29 @@ class _Reader:
             hint = f'quote it: "{text}"; or remove the zeros'
             self.faults.append(place.fault(f"the number {text} has leading zeros", hint))
             return text
-        if FLOAT.fullmatch(text) and not INT.fullmatch(text):
-            return float(text)
-        return int(text) if INT.fullmatch(text) else int(text, 0)
+        if INT.fullmatch(text):
+            return int(text)
+        return float(text) if FLOAT.fullmatch(text) else int(text, 0)
 
-    def _table(self, node: Any, place: Origin, depth: int) -> Table:
-        made = Table(place)
+    def _map(self, node: Any, place: Origin, depth: int) -> Node:
+        entries: dict[str, Node] = {}
+        keys: dict[str, Origin] = {}
         for key_node, value_node in node.value:
-            key = self.convert(key_node, depth + 1)
+            name = self.convert(key_node, depth + 1).value
             value = self.convert(value_node, depth + 1)
-            name = key.value if isinstance(key, Leaf) else [] if isinstance(key, Items) else {}
             at = self._place(key_node.start_mark)
             if not isinstance(name, str):
                 message = f"a key must be text, not {kind(name)}"
                 self.faults.append(at.fault(message, "put it in quotes"))
             elif name == "<<":
                 self.faults.append(at.fault("'<<' does not merge in YAML 1.2", "use include:"))
-            elif name in made.entries:
-                first = made.keys[name]
+            elif name in entries:
+                first = keys[name]
                 where = f"first on line {first.line}" if first.line else "given twice"
                 self.faults.append(at.fault(f"duplicate key '{name}'", where))
             else:
-                made.entries[name], made.keys[name] = value, at
-        return made
+                entries[name], keys[name] = value, at
+        return Node(place, entries, keys)
 
 
 def _margin(line: str) -> int:
@@ -261,29 +245,6 @@ KeyPath = tuple[str | int, ...]
 """Keys and list positions that lead to a value."""
 
 
-@dataclass
-class Gathered:
-    """Files and faults so far."""
-
-    faults: list[Fault] = field(default_factory=list)
-    files: list[Path] = field(default_factory=list)
-    reads: int = 0
-    """Number of files opened; one that is included twice counts twice."""
-    broken: bool = False
-    """Whether a file could not be read, so that keys may only seem to be missing."""
-
-
-def gather(path: Path, overrides: Iterable[str], into: Gathered) -> Table:
-    """Read `path` with its includes and apply the overrides; faults go to `into`."""
-    tree = _file(path, Origin(shown(path), 1, 1), (), into)
-    if tree is None:
-        into.broken = True
-        tree = Table(Origin(shown(path), 1, 1))
-    for override in overrides:
-        tree = _override(tree, override, into)
-    return tree
-
-
 def flatten(node: Node) -> tuple[Any, dict[KeyPath, Origin], dict[KeyPath, Origin]]:
     """Return plain data without nulls in maps, and the places of all values and of all keys."""
     places: dict[KeyPath, Origin] = {}
@@ -291,90 +252,131 @@ def flatten(node: Node) -> tuple[Any, dict[KeyPath, Origin], dict[KeyPath, Origi
 
     def walk(node: Node, path: KeyPath) -> Any:
         places[path] = node.origin
-        if isinstance(node, Leaf):
+        if isinstance(node.value, tuple):
+            return [walk(item, (*path, i)) for i, item in enumerate(node.value)]
+        if not isinstance(node.value, dict):
             return node.value
-        if isinstance(node, Items):
-            return [walk(item, (*path, i)) for i, item in enumerate(node.items)]
-        given = {name: value for name, value in node.entries.items() if not _is_null(value)}
-        keys.update({(*path, name): node.keys[name] for name in given})
-        return {name: walk(value, (*path, name)) for name, value in given.items()}
+        entries = {name: value for name, value in node.value.items() if not value.is_null}
+        keys.update({(*path, name): node.keys[name] for name in entries})
+        return {name: walk(value, (*path, name)) for name, value in entries.items()}
 
     return walk(node, ()), places, keys
 
 
-def _is_null(node: Node | None) -> bool:
-    return isinstance(node, Leaf) and node.value is None
-
-
 def merge(base: Node | None, over: Node) -> Node:
     """Merge `over` into `base`. A null stays, so that it still deletes in a later merge."""
-    if not isinstance(over, Table):
+    if not isinstance(over.value, dict):
         return over
-    under = base if isinstance(base, Table) else Table(over.origin)
-    entries, keys = dict(under.entries), dict(under.keys)
+    is_map = base is not None and isinstance(base.value, dict)
+    under = base if base and is_map else Node(over.origin, {})
+    entries, keys = dict(under.value), dict(under.keys)
     # Maps that a file wrote keep the file's place under an override.
-    keep = isinstance(base, Table) and not over.origin.line
-    for name, value in over.entries.items():
+    keep = is_map and not over.origin.line
+    for name, value in over.value.items():
         entries[name] = merge(entries.get(name), value)
-        into_map = keep and isinstance(value, Table) and name in keys
-        keys[name] = keys[name] if into_map else over.keys[name]
-    return Table(under.origin if keep else over.origin, entries, keys)
+        if not (keep and isinstance(value.value, dict) and name in keys):
+            keys[name] = over.keys[name]
+    return Node(under.origin if keep else over.origin, entries, keys)
 
 
-def _file(path: Path, asked: Origin, chain: tuple[Path, ...], into: Gathered) -> Table | None:
-    """Read one file and its includes; None and a fault if that fails."""
-    into.reads += 1
-    if _real(path) in map(_real, chain):
-        into.faults.append(asked.fault(f"include loop: {_chain((*chain, path))}"))
-        return None
-    if len(chain) >= MAX_CHAIN or into.reads > MAX_FILES:
-        into.faults.append(
-            asked.fault(f"too many includes: {_chain((*chain, path))}", f"at most {MAX_FILES}")
-        )
-        return None
-    text = _read(path, asked, chain, into)
-    root = None if text is None else _root(path, text, into)
-    return _with_includes(path, root, (*chain, path), into) if root else None
+class Gathering:
+    """Reads a recipe with its includes and overrides; collects files and faults."""
 
+    def __init__(self) -> None:
+        self.faults: list[Fault] = []
+        self.files: list[Path] = []
+        self.reads = 0
+        """Number of files opened; one that is included twice counts twice."""
+        self.broken = False
+        """Whether a file could not be read, so that keys may only seem to be missing."""
 
-def _root(path: Path, text: str, into: Gathered) -> Table | None:
-    """Parse a file's text as a map; None and a fault if it is not one."""
-    if path not in into.files:
-        into.files.append(path)
-    name = shown(path)
-    try:
-        root = compose(text, name, into.faults)
-    except Unreadable as error:
-        into.faults.append(error.fault)
-        return None
-    if isinstance(root, Table):
-        return root
-    if root is None or _is_null(root):
-        into.faults.append(Origin(name, 1, 1).fault("the file is empty", "a recipe is a YAML map"))
-        return None
-    value = root.value if isinstance(root, Leaf) else []
-    into.faults.append(
-        root.origin.fault(f"a recipe is a map, this is {kind(value)}", "write 'key: value'")
-    )
-    return None
+    def gather(self, path: Path, overrides: Iterable[str]) -> Node:
+        """Read `path` with its includes and apply the overrides."""
+        start = Origin(shown(path), 1, 1)
+        tree = self._try_file(path, start)
+        for override in overrides:
+            tree = self._override(tree or Node(start, {}), override)
+        return tree or Node(start, {})
 
+    def _try_file(self, path: Path, place: Origin, chain: tuple[Path, ...] = ()) -> Node | None:
+        """Read a file that is named at `place`; None and a fault if that fails."""
+        try:
+            return self._file(path, place, chain)
+        except Unreadable as error:
+            self.faults.append(error.fault)
+            self.broken = True
+            return None
 
-def _with_includes(path: Path, root: Table, chain: tuple[Path, ...], into: Gathered) -> Table:
-    included = root.entries.get("include")
-    own = Table(
-        root.origin,
-        {k: v for k, v in root.entries.items() if k != "include"},
-        {k: v for k, v in root.keys.items() if k != "include"},
-    )
-    merged: Node = Table(root.origin)
-    for leaf in _include_list(included, into):
-        tree = _file(path.parent / leaf.value, leaf.origin, chain, into)
-        if tree is None:
-            into.broken = True
-        else:
-            merged = merge(merged, tree)
-    merged = merge(merged, own)
-    return merged if isinstance(merged, Table) else own
+    def _file(self, path: Path, place: Origin, chain: tuple[Path, ...]) -> Node:
+        """Read one file and its includes. Raises Unreadable."""
+        self.reads += 1
+        names = " -> ".join(shown(p) for p in (*chain, path))
+        if _real(path) in map(_real, chain):
+            raise Unreadable(place.fault(f"include loop: {names}"))
+        if len(chain) >= MAX_CHAIN or self.reads > MAX_FILES:
+            raise Unreadable(place.fault(f"too many includes: {names}", f"at most {MAX_FILES}"))
+        text = _read(path, place, chain)
+        if path not in self.files:
+            self.files.append(path)
+        root = compose(text, shown(path), self.faults)
+        if root is None or root.is_null:
+            start = Origin(shown(path), 1, 1)
+            raise Unreadable(start.fault("the file is empty", "a recipe is a YAML map"))
+        if not isinstance(root.value, dict):
+            message = f"a recipe is a map, this is {kind(root.value)}"
+            raise Unreadable(root.origin.fault(message, "write 'key: value'"))
+        include = root.value.pop("include", None)
+        merged = Node(root.origin, {})
+        items = () if include is None or include.is_null else (include,)
+        for item in include.value if include and isinstance(include.value, tuple) else items:
+            name = item.value
+            if not (isinstance(name, str) and name.strip() and "\0" not in name):
+                message = f"include must be a path or a list of paths, got {kind(name)}"
+                self.faults.append(item.origin.fault(message))
+                self.broken = True
+            elif tree := self._try_file(path.parent / name, item.origin, (*chain, path)):
+                merged = merge(merged, tree)
+        return merge(merged, root)
+
+    def _override(self, tree: Node, override: str) -> Node:
+        """Apply one `KEY.KEY=VALUE`."""
+        name, equals, text = override.partition("=")
+        name = name.strip()
+        origin = Origin(f"--set {printable(name, 100)}")
+        path = name.split(".")
+        if not equals or not all(path) or len(path) > MAX_DEPTH:
+            shape = "write --set KEY.KEY=VALUE, as in --set serve.context=65536"
+            whole = Origin(f"--set {printable(override, 100)}")
+            self.faults.append(whole.fault("this is not KEY=VALUE", shape))
+            return tree
+        if path[0] == "include":
+            message, hint = "--set cannot change include", "set the values themselves"
+            self.faults.append(origin.fault(message, hint))
+            return tree
+        try:
+            layer = compose(text, origin.file, self.faults, origin) or Node(origin, None)
+        except Unreadable as error:
+            hint = "VALUE is YAML: quote text with special characters, as in --set 'key=\"*.gguf\"'"
+            self.faults.append(origin.fault(error.fault.message, error.fault.hint or hint))
+            return tree
+        node: Node | None = tree
+        for depth, part in enumerate(path):
+            if node is None or node.is_null:
+                break
+            if isinstance(node.value, dict):
+                node = node.value.get(part)
+                continue
+            above = dotted(path[:depth])
+            if isinstance(node.value, tuple):
+                message = f"{above} is a list, and a list cannot be indexed"
+                hint = f"set the whole list: --set {above}='[...]'"
+            else:
+                message, hint = f"{above} is {kind(node.value)}, not a map", f"--set {above}=VALUE"
+            self.faults.append(origin.fault(message, hint))
+            return tree
+        for part in reversed(path):
+            layer = Node(origin, {part: layer}, {part: origin})
+        return merge(tree, layer)
 
 
 def _real(path: Path) -> str:
@@ -384,107 +386,28 @@ def _real(path: Path) -> str:
         return str(path)
 
 
-def _is_path(text: str) -> bool:
-    return bool(text.strip()) and "\0" not in text
-
-
-def _include_list(node: Node | None, into: Gathered) -> list[Leaf]:
-    if node is None or _is_null(node):
-        return []
-    paths = []
-    for item in node.items if isinstance(node, Items) else (node,):
-        if isinstance(item, Leaf) and isinstance(item.value, str) and _is_path(item.value):
-            paths.append(item)
-        else:
-            value = item.value if isinstance(item, Leaf) else [] if isinstance(item, Items) else {}
-            into.faults.append(
-                item.origin.fault(f"include must be a path or a list of paths, got {kind(value)}")
-            )
-            into.broken = True
-    return paths
-
-
-def _read(path: Path, asked: Origin, chain: tuple[Path, ...], into: Gathered) -> str | None:
-    """Return a file's text; None and a fault if it cannot be read."""
-    by = f", included by {_chain(chain)}" if chain else ""
+def _read(path: Path, place: Origin, chain: tuple[Path, ...]) -> str:
+    """Return the text of a file that is named at `place`. Raises Unreadable."""
+    by = f", included by {' -> '.join(map(shown, chain))}" if chain else ""
     try:
         # Checked before opening, since opening a pipe would block.
         mode = path.stat().st_mode
-        if stat.S_ISREG(mode):
-            with path.open("rb") as file:
-                raw = file.read(MAX_BYTES + 1)
-            return _decode(raw, asked if len(raw) > MAX_BYTES else Origin(shown(path), 1, 1), into)
-        what = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
-        message = f"{shown(path)} is {what}, not a YAML file{by}"
+        if not stat.S_ISREG(mode):
+            what = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+            raise Unreadable(place.fault(f"{shown(path)} is {what}, not a YAML file{by}"))
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        message = f"file '{shown(path)}' not found{by}"
+        raise Unreadable(place.fault(f"file '{shown(path)}' not found{by}")) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        message = f"{shown(path)} cannot be read: {why}{by}"
-    into.faults.append(asked.fault(message))
-    return None
-
-
-def _decode(raw: bytes, place: Origin, into: Gathered) -> str | None:
+        raise Unreadable(place.fault(f"{shown(path)} cannot be read: {why}{by}")) from error
     if len(raw) > MAX_BYTES:
-        into.faults.append(place.fault("the file is larger than 1 MiB, the limit for recipes"))
-        return None
+        raise Unreadable(place.fault("the file is larger than 1 MiB, the limit for recipes"))
     try:
-        text = raw.decode("utf-8-sig")
+        return raw.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        before = raw[: error.start].decode("utf-8", "replace")
-        line = before.count("\n") + 1
-        column = len(before) - (before.rfind("\n") + 1) + 1
-        into.faults.append(
-            Origin(place.file, line, column).fault(
-                f"the byte 0x{raw[error.start]:02x} is not UTF-8", "save the file as UTF-8"
-            )
-        )
-        return None
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _chain(paths: Iterable[Path]) -> str:
-    return " -> ".join(shown(p) for p in paths)
-
-
-def _override(tree: Table, override: str, into: Gathered) -> Table:
-    """Apply one `KEY.KEY=VALUE`."""
-    name, equals, text = override.partition("=")
-    name = name.strip()
-    origin = Origin(f"--set {printable(name, 100)}")
-    path = name.split(".")
-    if not equals or not all(path) or len(path) > MAX_DEPTH:
-        shape = "write --set KEY.KEY=VALUE, as in --set serve.context=65536"
-        whole = Origin(f"--set {printable(override, 100)}")
-        into.faults.append(whole.fault("this is not KEY=VALUE", shape))
-        return tree
-    if path[0] == "include":
-        into.faults.append(origin.fault("--set cannot change include", "set the values themselves"))
-        return tree
-    try:
-        value = compose(text, origin.file, into.faults, origin) or Leaf(origin, None)
-    except Unreadable as error:
-        hint = "VALUE is YAML: quote text with special characters, as in --set 'key=\"*.gguf\"'"
-        into.faults.append(origin.fault(error.fault.message, error.fault.hint or hint))
-        return tree
-    node: Node | None = tree
-    for depth, part in enumerate(path):
-        if node is None or _is_null(node):
-            break
-        if isinstance(node, Table):
-            node = node.entries.get(part)
-            continue
-        above = dotted(path[:depth])
-        if isinstance(node, Items):
-            message = f"{above} is a list, and a list cannot be indexed"
-            hint = f"set the whole list: --set {above}='[...]'"
-        else:
-            message, hint = f"{above} is {kind(node.value)}, not a map", f"--set {above}=VALUE"
-        into.faults.append(origin.fault(message, hint))
-        return tree
-    layer: Node = value
-    for part in reversed(path):
-        layer = Table(origin, {part: layer}, {part: origin})
-    merged = merge(tree, layer)
-    return merged if isinstance(merged, Table) else tree
+        lines = raw[: error.start].decode("utf-8", "replace").split("\n")
+        at = Origin(shown(path), len(lines), len(lines[-1]) + 1)
+        message = f"the byte 0x{raw[error.start]:02x} is not UTF-8"
+        raise Unreadable(at.fault(message, "save the file as UTF-8")) from error

@@ -12,7 +12,6 @@ import io
 import json
 import re
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -23,7 +22,7 @@ from bakehouse.recipe import models
 from bakehouse.recipe.document import KeyPath, is_word
 from bakehouse.recipe.loader import LoadedRecipe
 from bakehouse.recipe.models import Recipe
-from bakehouse.recipe.types import Origin, dotted, format_duration, shown
+from bakehouse.recipe.types import dotted, format_duration, shown
 
 DEFAULT = "default"
 
@@ -33,8 +32,7 @@ def resolved(loaded: LoadedRecipe) -> dict[str, Any]:
 
     Sizes are in bytes, durations have a unit, so that the data is a valid recipe again.
     """
-    data: dict[str, Any] = _without_none(loaded.recipe.to_data())
-    return data
+    return loaded.recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def sources(loaded: LoadedRecipe, data: Mapping[str, Any]) -> dict[str, str]:
@@ -48,16 +46,9 @@ def to_yaml(loaded: LoadedRecipe, data: Mapping[str, Any]) -> str:
     yaml.width = 2**16
     yaml.indent(mapping=2, sequence=4, offset=2)
     out = io.StringIO()
-    for line in (f"# {shown(path)}" for path in loaded.files):
-        out.write(line + "\n")
+    out.writelines(f"# {shown(path)}\n" for path in loaded.files)
     yaml.dump(_commented(loaded, data, ()), out)
     return out.getvalue()
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_none(v) for k, v in value.items() if v is not None}
-    return [_without_none(v) for v in value] if isinstance(value, list) else value
 
 
 def _leaves(value: Any, path: KeyPath) -> list[KeyPath]:
@@ -68,10 +59,8 @@ def _leaves(value: Any, path: KeyPath) -> list[KeyPath]:
 
 def _source(loaded: LoadedRecipe, path: KeyPath) -> str:
     place = loaded.places.get(path)
-    return _origin_text(place) if place else DEFAULT
-
-
-def _origin_text(place: Origin) -> str:
+    if not place:
+        return DEFAULT
     return f"{place.file}:{place.line}:{place.column}" if place.line else place.file
 
 
@@ -93,17 +82,13 @@ def _commented(loaded: LoadedRecipe, value: Any, path: KeyPath) -> Any:
         place = loaded.places.get(here)
         if (isinstance(below, dict) and below) or (place and place.file == own):
             continue
-        note = _origin_text(place) if place else DEFAULT
-        if isinstance(table[key], LiteralScalarString) or _is_block(table[key]):
-            indent = 2 * len(path)
-            table.yaml_set_comment_before_after_key(key, before=note, indent=indent)
+        note, made = _source(loaded, here), table[key]
+        is_block_list = isinstance(made, CommentedSeq) and not made.fa.flow_style()
+        if isinstance(made, LiteralScalarString) or is_block_list:
+            table.yaml_set_comment_before_after_key(key, before=note, indent=2 * len(path))
         else:
             table.yaml_add_eol_comment(note, key)
     return table
-
-
-def _is_block(value: Any) -> bool:
-    return isinstance(value, CommentedSeq) and not value.fa.flow_style()
 
 
 def _text(text: str) -> Any:
@@ -134,19 +119,19 @@ def json_schema() -> dict[str, Any]:
     whole = Recipe.model_json_schema(by_alias=True)
     definitions = whole.pop("$defs")
     definitions["Recipe"] = whole
-    texts = {
-        k: v
-        for module in (models, models, models, models)
-        for k, v in _field_docstrings(module).items()
-    }
-    for name, text in texts.items():
-        kind, _, key = name.partition(".")
+    for (kind, key), text in _field_docstrings().items():
         if kind in definitions and key in definitions[kind]["properties"]:
             definitions[kind]["properties"][key]["description"] = text
     definitions = {name: _tidy(schema) for name, schema in definitions.items()}
     parts = {f"{name}{PART}": _part(schema) for name, schema in definitions.items()}
     parts[f"Recipe{PART}"]["properties"]["include"] = INCLUDE
     every = {**definitions, **parts}
+    reached: set[str] = set()
+    waiting = ["Recipe", f"Recipe{PART}"]
+    while waiting:
+        if (name := waiting.pop()) not in reached:
+            reached.add(name)
+            waiting += re.findall(r'"#/\$defs/(\w+)"', json.dumps(every[name]))
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Bakehouse recipe",
@@ -154,20 +139,8 @@ def json_schema() -> dict[str, Any]:
         "if": {"required": ["include"]},
         "then": {"$ref": f"#/$defs/Recipe{PART}"},
         "else": {"$ref": "#/$defs/Recipe"},
-        "$defs": {name: every[name] for name in sorted(_reached(every))},
+        "$defs": {name: every[name] for name in sorted(reached)},
     }
-
-
-def _reached(definitions: dict[str, Any]) -> set[str]:
-    """Return the names of all types that a recipe can contain."""
-    reached: set[str] = set()
-    waiting = ["Recipe", f"Recipe{PART}"]
-    while waiting:
-        name = waiting.pop()
-        if name not in reached:
-            reached.add(name)
-            waiting += re.findall(r'"#/\$defs/(\w+)"', json.dumps(definitions[name]))
-    return reached
 
 
 _KEYWORDS = {"ge": "minimum", "le": "maximum", "gt": "exclusiveMinimum", "lt": "exclusiveMaximum"}
@@ -220,20 +193,21 @@ def _or_null(schema: Any) -> Any:
     return {**described, "anyOf": [rest, {"type": "null"}]}
 
 
-def _field_docstrings(module: ModuleType) -> dict[str, str]:
-    """Return the docstring below each field by `Class.key`.
+def _field_docstrings() -> dict[tuple[str, str], str]:
+    """Return the docstring below each field of a model, by class and key.
 
     Read from the source only here, since pydantic would read it at every start.
     """
-    found: dict[str, str] = {}
-    aliases = {"schema_version": "schema"}
-    for node in ast.parse(inspect.getsource(module)).body:
+    found = {}
+    for node in ast.parse(inspect.getsource(models)).body:
         if not isinstance(node, ast.ClassDef):
             continue
         for field, after in zip(node.body, node.body[1:], strict=False):
-            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-                continue
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                key = aliases.get(field.target.id, field.target.id)
-                found[f"{node.name}.{key}"] = " ".join(str(after.value.value).split())
+            match field, after:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=key)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    key = "schema" if key == "schema_version" else key
+                    found[node.name, key] = " ".join(text.split())
     return found

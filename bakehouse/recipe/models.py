@@ -22,12 +22,12 @@ from bakehouse.recipe.types import (
     Filled,
     Flag,
     Hub,
+    ImageName,
     InnerPath,
     Misplaced,
     Name,
     Number,
     PatchId,
-    Reference_fields,
     Requirement,
     Sha256,
     Size,
@@ -38,6 +38,7 @@ from bakehouse.recipe.types import (
     Variable,
     Version,
     Whole,
+    exactly_one,
 )
 
 
@@ -119,8 +120,7 @@ class Patch(Frozen):
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
-        if sum(o is not None for o in (self.file, self.pr, self.id)) != 1:
-            raise Misplaced("give exactly one of file, pr and id")
+        exactly_one(self, "file", "pr", "id")
         if self.repo and self.file:
             raise Misplaced("repo belongs to pr and id", "repo")
         return self
@@ -156,8 +156,7 @@ class Weights(Frozen):
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
-        if sum(o is not None for o in (self.hub, self.pypi, self.url, self.path)) != 1:
-            raise Misplaced("give exactly one of hub, pypi, url and path")
+        exactly_one(self, "hub", "pypi", "url", "path")
         if self.revision and not self.hub:
             raise Misplaced("revision belongs to hub", "revision")
         if (self.hub or self.pypi) and not self.files:
@@ -230,11 +229,11 @@ class Facts(Frozen):
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
-        asked = len(self.questions or ()) or BUILT_IN
-        if self.must_pass and self.must_pass > asked:
+        count = len(self.questions or ()) or BUILT_IN
+        if self.must_pass and self.must_pass > count:
             kind = "questions" if self.questions else "built-in questions"
             raise Misplaced(
-                f"must_pass is {self.must_pass}, but there are {asked} {kind}", "must_pass"
+                f"must_pass is {self.must_pass}, but there are {count} {kind}", "must_pass"
             )
         return self
 
@@ -269,7 +268,7 @@ class Likelihood(Frozen):
     """How far single tokens may be from theirs, as the mean of the absolute differences."""
 
 
-class ReferenceValues(Frozen):
+class Reference(Frozen):
     """The suite that compares greedy tokens and their probabilities with a reference run."""
 
     agreement: Annotated[Number, Field(gt=0, le=1)] | None = None
@@ -351,7 +350,7 @@ class Probe(Frozen):
     facts: Facts = Facts()
     fluency: Fluency = Fluency()
     likelihood: Likelihood = Likelihood()
-    reference: ReferenceValues = ReferenceValues()
+    reference: Reference = Reference()
     speculation: Speculation = Speculation()
     vision: Vision = Vision()
     context: LongContext = LongContext()
@@ -404,8 +403,7 @@ class Archive(Frozen):
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
-        if sum(o is not None for o in (self.pypi, self.url, self.path)) != 1:
-            raise Misplaced("give exactly one of pypi, url and path")
+        exactly_one(self, "pypi", "url", "path")
         return self
 
 
@@ -476,7 +474,7 @@ class Cuda(Frozen):
 
 Arch = Literal["x86_64", "aarch64"]
 """As `uname -m` says."""
-References = Annotated[dict[Arch, Reference_fields], Field(min_length=1)]
+References = Annotated[dict[Arch, ImageName], Field(min_length=1)]
 """An image for each architecture: a tag, or better a digest."""
 
 
@@ -679,7 +677,7 @@ class Recipe(Frozen):
         return {"builder": bases.builder, "runtime": bases.runtime} if bases else {}
 
     @property
-    def asked(self) -> Probe:
+    def effective_probe(self) -> Probe:
         """The probe settings, with the default suites if the recipe names none."""
         suites = self.probe.suites or default_suites(
             self.engine,
@@ -690,15 +688,14 @@ class Recipe(Frozen):
 
     @model_validator(mode="after")
     def _one_engine(self) -> Self:
-        takes: tuple[str, str] = ("source", "build")
-        other: tuple[str, str] = ("image", "container")
+        takes, other = ("source", "build"), ("image", "container")
         if self.engine == "vllm":
             takes, other = other, takes
         inside = self.build is not None and self.build.where == "docker"
         for key in other[: 1 if inside else 2]:
             if getattr(self, key) is not None:
-                wanted = " and ".join(takes)
-                raise Misplaced(f"engine {self.engine} takes {wanted}, not {key}", key)
+                needed = " and ".join(takes)
+                raise Misplaced(f"engine {self.engine} takes {needed}, not {key}", key)
         if getattr(self, takes[0]) is None:
             raise Misplaced(f"engine {self.engine} needs {takes[0]}", "engine")
         return self

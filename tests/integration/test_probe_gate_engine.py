@@ -94,7 +94,7 @@ def test_the_model_is_true_in_any_setting_that_changes_nothing(
 ) -> None:
     recipe, known = small(context)
     with serving(context, llama_server, smollm2, *settings) as endpoint:
-        proof = run_probe(context, endpoint, recipe.asked, known=known)
+        proof = run_probe(context, endpoint, recipe.effective_probe, known=known)
     assert (proof.word, proof.summary) == ("true", proof.summary)
     found = suites(proof)
     assert set(found) == {"facts", "fluency", "likelihood"}

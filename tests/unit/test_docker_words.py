@@ -147,7 +147,7 @@ def test_image_reference_names_registry_and_tag() -> None:
     ]
     for text, name, wanted in rows:
         at = parse(text)
-        assert (at.name, at.wanted) == (name, wanted)
+        assert (at.name, at.tag_or_digest) == (name, wanted)
         assert registry_of(text) == at.registry
 
 

@@ -17,8 +17,8 @@ from bakehouse.context import Context
 from bakehouse.errors import RecipeError
 from bakehouse.models import Verdict
 from bakehouse.preflight.rules import (
+    combination_faults,
     known_bad,
-    known_bad_faults,
     load_and_check,
     note,
     refuse,
@@ -134,7 +134,7 @@ def test_a_header_says_more_than_a_name(context: Context, tmp_path: Path) -> Non
     model.write_bytes(gguf_bytes(llama_metadata(), mixed))
     found = known_bad(loaded, types=types_on_disk([[str(model)]]))
     assert [c.verdict for c in found] == [Verdict.FAILED]
-    assert known_bad_faults(loaded, found)[0].line
+    assert combination_faults(loaded, found)[0].line
     model.write_bytes(good[:40])
     assert types_on_disk([[str(model)], [], [str(tmp_path / "none")]]) == frozenset()
 

@@ -13,7 +13,7 @@ from bakehouse.models import Verdict
 from bakehouse.preflight.known_bad import (
     Row,
     Situation,
-    judge,
+    check_combinations,
     matches,
     meets,
     quantisations,
@@ -60,7 +60,9 @@ def test_rules_accept_shipped_recipes() -> None:
     for name in (*GLM, "smollm2-cuda", "smollm2-cpu"):
         loaded = load(RECIPES / f"{name}.yaml")
         require(loaded)
-        checks = judge(loaded.recipe, situation_of(loaded.recipe, loaded.command), name)
+        checks = check_combinations(
+            loaded.recipe, situation_of(loaded.recipe, loaded.command), name
+        )
         assert not [c for c in checks if c.verdict is Verdict.FAILED]
 
 
@@ -195,20 +197,20 @@ def test_known_bad_cuda_13_2_with_small_quants() -> None:
     for file, bad in files.items():
         for version in ("13.2", "13.2.86", "13.0"):
             made = cuda(version, weights={"model": {"path": file}})
-            found = judge(made, situation_of(made, capabilities=["9.0"]), "r.yaml")
+            found = check_combinations(made, situation_of(made, capabilities=["9.0"]), "r.yaml")
             refused = bad and version != "13.0"
             assert [c.verdict for c in found] == [Verdict.FAILED] * refused, (file, version)
 
 
 def test_known_bad_warns_until_tensor_types_are_known() -> None:
     made = cuda("13.2", weights={"model": {"path": "model.gguf"}})
-    found = judge(made, situation_of(made, capabilities=["9.0"]), "r.yaml")
+    found = check_combinations(made, situation_of(made, capabilities=["9.0"]), "r.yaml")
     assert [c.verdict for c in found] == [Verdict.UNKNOWN]
     assert "not known: quantisation" in found[0].observed
     known = situation_of(made, capabilities=["9.0"], tensor_types=["iq3_s", "q8_0"])
-    assert [c.verdict for c in judge(made, known, "r.yaml")] == [Verdict.FAILED]
+    assert [c.verdict for c in check_combinations(made, known, "r.yaml")] == [Verdict.FAILED]
     fine = situation_of(made, capabilities=["9.0"], tensor_types=["q4_k", "f32"])
-    assert judge(made, fine, "r.yaml") == ()
+    assert check_combinations(made, fine, "r.yaml") == ()
 
 
 def test_known_bad_cuda_12_on_gb10() -> None:
@@ -237,7 +239,7 @@ def test_known_bad_vllm_on_gb10() -> None:
 
 def test_known_bad_acknowledged() -> None:
     made = cuda("13.2", acknowledge={"cuda-13.2-iq": "measuring how wrong it is"})
-    found = judge(made, situation_of(made, capabilities=["9.0"]), "r.yaml")
+    found = check_combinations(made, situation_of(made, capabilities=["9.0"]), "r.yaml")
     assert found[0].passed
     assert "acknowledged: measuring how wrong it is" in found[0].observed
     wrong = rule_conflicts(cuda("13.0", acknowledge={"cuda-99": "why"}))

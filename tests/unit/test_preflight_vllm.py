@@ -13,7 +13,7 @@ from bakehouse.checkpoints.checkpoint import Checkpoint, CheckpointFile
 from bakehouse.checkpoints.gguf import Tensor
 from bakehouse.checkpoints.model_shape import ModelShape
 from bakehouse.engines.vllm import arguments, engine
-from bakehouse.preflight.known_bad import judge, situation_of
+from bakehouse.preflight.known_bad import check_combinations, situation_of
 from bakehouse.preflight.rules import types_in
 from bakehouse.recipe.loader import load, names
 from bakehouse.recipe.template import render, trial_variables
@@ -110,7 +110,7 @@ def test_shipped_dflash_recipes_draft_as_measured() -> None:
     for name, depth in (("", 15), ("-4", 4)):
         made = load(RECIPES / f"muse-glimmer-dflash{name}.yaml").recipe
         assert made.serve.vars == {"sequences": 256, "batch": 8192, "depth": depth}
-        assert made.asked.suites == ("facts", "fluency", "likelihood", "speculation")
+        assert made.effective_probe.suites == ("facts", "fluency", "likelihood", "speculation")
         assert made.container
         assert (made.container.ipc, made.container.shm_size) == ("host", 16 * 2**30)
 
@@ -124,7 +124,7 @@ def test_bad_flag_is_found_in_any_spelling() -> None:
         command = f"vllm serve /weights/model {written}"
         made = vllm_recipe(serve={"command": command, "vars": {"impl": "transformers"}})
         argv = render(made.serve.command, trial_variables(made), origin=Origin("r.yaml"))
-        ids = [one.id for one in judge(made, situation_of(made, argv), "r.yaml")]
+        ids = [one.id for one in check_combinations(made, situation_of(made, argv), "r.yaml")]
         assert ids == ["known-bad.vllm-transformers-impl"], written
 
 
@@ -155,5 +155,5 @@ def test_weight_format_comes_from_the_headers(
     config = {"quantization_config": quantised} if quantised else {}
     known = types_in([Checkpoint("safetensors", files, ModelShape("", ()), config)])
     made = vllm_recipe(host=GB10, container={"gpus": "all"})
-    found = judge(made, situation_of(made, tensor_types=known), "r.yaml")
+    found = check_combinations(made, situation_of(made, tensor_types=known), "r.yaml")
     assert [one.id for one in found] == ([f"known-bad.{bad}"] if bad else [])

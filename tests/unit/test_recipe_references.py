@@ -52,7 +52,7 @@ def test_reference_is_parsed_as_docker_does() -> None:
         f"nvcr.io/a@sha256:{HEX}": ("nvcr.io/a", f"sha256:{HEX}"),
         f"a/b:t@sha256:{HEX}": ("docker.io/a/b", f"sha256:{HEX}"),
     }
-    assert {text: (parse(text).name, parse(text).wanted) for text in rows} == rows
+    assert {text: (parse(text).name, parse(text).tag_or_digest) for text in rows} == rows
 
 
 BAD = [
