@@ -45,25 +45,24 @@ class Item:
 
 def items(*, vision: bool = False) -> tuple[Item, ...]:
     """Return the requests: prose, code, a text that repeats, and a picture for vision models."""
-    found = [
-        _chat("prose", "Write three paragraphs about the harbour of a small town in winter."),
-        _chat("code", "Write a Python function that merges two sorted lists, and explain it."),
-        Item("repetition", "completion", {"prompt": TEXTS["a text begun again"]}),
-    ]
+    texts = {
+        "prose": "Write three paragraphs about the harbour of a small town in winter.",
+        "code": "Write a Python function that merges two sorted lists, and explain it.",
+    }
+    chats: dict[str, Any] = dict(texts)
     if vision:
-        picture = images.make(PICTURE).printed
         text = {"type": "text", "text": "Describe this picture, then write a story about it."}
-        message = {"role": "user", "content": [picture.part, text]}
-        found.append(Item("image", "chat", {"messages": [message]}))
-    return tuple(found)
-
-
-def _chat(name: str, text: str) -> Item:
-    return Item(name, "chat", {"messages": [{"role": "user", "content": text}]})
+        chats["image"] = [images.make(PICTURE).printed.part, text]
+    found = [
+        Item(name, "chat", {"messages": [{"role": "user", "content": content}]})
+        for name, content in chats.items()
+    ]
+    repetition = Item("repetition", "completion", {"prompt": TEXTS["a text begun again"]})
+    return (*found[:2], repetition, *found[2:])
 
 
 def generate(
-    talk: Client, request: Request, asked: tuple[Item, ...], tokens: int, rounds: int = ROUNDS
+    talk: Client, request: Request, work: tuple[Item, ...], tokens: int, rounds: int = ROUNDS
 ) -> tuple[tuple[GeneratedAnswer, ...], ...]:
     """Send all requests, `rounds` times, with at most `tokens` tokens an answer.
 
@@ -73,10 +72,10 @@ def generate(
     with talk.progress.bar("generation", "answers") as bar:
         for _ in range(rounds):
             answers: list[GeneratedAnswer] = []
-            for item in asked:
+            for item in work:
                 answer, lost = _request(talk, request, item, tokens)
                 answers.append(answer)
-                bar.update(len(done) * len(asked) + len(answers), rounds * len(asked), item.name)
+                bar.update(len(done) * len(work) + len(answers), rounds * len(work), item.name)
                 if lost:
                     return (*done, tuple(answers))
             done.append(tuple(answers))
@@ -147,16 +146,12 @@ class Workload:
 
 def workload_of(recipe: Recipe, expect: Expect) -> Workload:
     """Return what both servers get: the recipe's suites, the patch's, and the benchmark."""
-    asked = recipe.effective_probe
-    suites = tuple(dict.fromkeys((*(asked.suites or ()), *expect.suites)))
-    patterns = (*expect.must_appear, *expect.must_not_appear)
-    tokens = asked.fluency.max_tokens if "max_tokens" in asked.fluency.model_fields_set else TOKENS
-    return Workload(
-        asked.model_copy(update={"suites": suites}),
-        items(vision=recipe.weights.projector is not None),
-        tokens,
-        tuple(dict.fromkeys(p.pattern for p in patterns)),
-    )
+    probe = recipe.effective_probe
+    suites = tuple(dict.fromkeys((*(probe.suites or ()), *expect.suites)))
+    patterns = dict.fromkeys(p.pattern for p in (*expect.must_appear, *expect.must_not_appear))
+    tokens = probe.fluency.max_tokens if "max_tokens" in probe.fluency.model_fields_set else TOKENS
+    work = items(vision=recipe.weights.projector is not None)
+    return Workload(probe.model_copy(update={"suites": suites}), work, tokens, tuple(patterns))
 
 
 @dataclass
@@ -181,25 +176,28 @@ class Measure:
             self.requests = sum(s.cost.requests for s in self.proof.suites)
         talk = Client(self.ctx, endpoint)
         before = read_counters(talk.text("/metrics"))
-        self.rounds = generate(
-            talk,
-            self.workload.probe.request,
-            self.workload.items,
-            self.workload.tokens,
-            self.workload.rounds,
-        )
+        work = self.workload
+        self.rounds = generate(talk, work.probe.request, work.items, work.tokens, work.rounds)
         self.counted = _drafts(before, read_counters(talk.text("/metrics")))
         self.requests += talk.cost.requests
-        return self.proof or _benchmark_proof(self.rounds)
+        if self.proof:
+            return self.proof
+        answers = [s for each in self.rounds for s in each]
+        bad = next((s for s in answers if s.problem), None)
+        found = f"{bad.item}: {bad.problem}" if bad else f"{len(answers)} answers"
+        one = check("patch.generation", "every request answered", found, "generation", ok=not bad)
+        return conclude([SuiteProof("generation", "unstable" if bad else "true", found, (one,))])
 
-
-def _benchmark_proof(rounds: Sequence[Sequence[GeneratedAnswer]]) -> Proof:
-    """Return the proof of a benchmark alone: every request was answered."""
-    said = [s for each in rounds for s in each]
-    bad = next((s for s in said if s.problem), None)
-    seen = f"{bad.item}: {bad.problem}" if bad else f"{len(said)} answers"
-    one = check("patch.generation", "every request answered", seen, "generation", ok=not bad)
-    return conclude([SuiteProof("generation", "unstable" if bad else "true", seen, (one,))])
+    def side(
+        self, name: str, build: str, log: Path, report: LogReport, problem: str | None
+    ) -> Side:
+        """Combine what was measured with the server's log."""
+        return Side(
+            name=name, build=build, problem=problem, asked=self.asked,
+            suites=tuple(s.record() for s in self.proof.suites) if self.proof else (),
+            rounds=self.rounds, counted=self.counted, log=str(log), requests=self.requests,
+            **dict(report),
+        )  # fmt: skip
 
 
 def _drafts(before: Counters | None, after: Counters | None) -> tuple[int, int] | None:
@@ -210,11 +208,12 @@ def _drafts(before: Counters | None, after: Counters | None) -> tuple[int, int] 
 
 
 def read_log(
-    path: Path, engine: str, patterns: Sequence[str], own: Sequence[str], asked: frozenset[str]
+    path: Path, engine: str, patterns: Sequence[str], own: Sequence[str], provoked: frozenset[str]
 ) -> LogReport:
     """Read a log once: kinds of lines, known faults, lines that match patterns.
 
-    `own` are names of this run alone; `asked` are ids of signatures that the recipe provokes.
+    `own` are names of this run alone; `provoked` are ids of signatures that
+    the recipe provokes.
     """
     kinds, scanner, matches = Kinds(own), Scanner(engine=engine), _Matches(patterns)
     try:
@@ -229,7 +228,7 @@ def read_log(
         SevereFinding(id=f.id, severity=str(f.severity), count=f.count, line_number=f.line_number,
               line=f.line)
         for f in scanner.finish()
-        if f.bad and f.id not in asked
+        if f.bad and f.id not in provoked
     )  # fmt: skip
     return LogReport(
         kinds=kinds.finish(), lines=kinds.lines, beyond=kinds.beyond, graves=graves,
@@ -264,20 +263,3 @@ class _Matches:
         if self._rest:
             self._line(self._rest)
         return self._counts
-
-
-def side_of(
-    name: str, build: str, measured: Measure, log: Path, report: LogReport, problem: str | None
-) -> Side:
-    """Combine what was measured of one server."""
-    return Side(
-        name=name, build=build, problem=problem, asked=measured.asked,
-        suites=tuple(s.record() for s in measured.proof.suites) if measured.proof else (),
-        rounds=measured.rounds, counted=measured.counted, log=str(log),
-        requests=measured.requests, **dict(report),
-    )  # fmt: skip
-
-
-def with_more_rounds(one: Side, again: Measure) -> Side:
-    """Add the rounds of a second run: speed and texts, nothing else."""
-    return one.model_copy(update={"rounds": (*one.rounds, *again.rounds)})

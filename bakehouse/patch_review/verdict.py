@@ -9,7 +9,7 @@ does not, or not as its manifest expects.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
@@ -21,6 +21,14 @@ from bakehouse.patches.manifest import Expect, LogPattern, Word
 from bakehouse.redact import clean
 from bakehouse.runs.store import SuiteRecord, SuiteVerdict
 
+SLOWEST = 0.9
+"""Default share of the unpatched server's speed below which a patch is harmful."""
+ACCEPTANCE = 0.9
+"""Share of the unpatched server's acceptance below which it is lost."""
+DEVIATIONS = 3.0
+"""Smallest difference in acceptance, in standard deviations."""
+SHOWN = 3
+"""Most kinds of errors in a reason."""
 PASSED: frozenset[SuiteVerdict] = frozenset({"true", "true (provisional)"})
 
 
@@ -141,21 +149,20 @@ class Speed(Frozen):
         return low[1] < high[0] or low[0] > high[1]
 
     @property
-    def at_best(self) -> float:
-        """Ratio of the patched server's fastest round to the other's slowest."""
-        return self.patched_spread[1] / self.without_spread[0]
+    def faster(self) -> bool:
+        """Whether the slowest patched round is that much faster than the fastest unpatched one."""
+        return self.patched_spread[0] / self.without_spread[1] > 1 / SLOWEST
 
-    @property
-    def at_worst(self) -> float:
-        """Ratio of the patched server's slowest round to the other's fastest."""
-        return self.patched_spread[0] / self.without_spread[1]
+    def slower(self, expect: Expect) -> bool:
+        """Whether the fastest patched round is below the bound on the slowest unpatched one."""
+        return self.patched_spread[1] / self.without_spread[0] < _least_speed(expect)
 
     def __str__(self) -> str:
         """Describe it in one line."""
         (low, high), (a, b) = self.patched_spread, self.without_spread
-        kind = "" if self.apart else ", within noise"
+        noise = "" if self.apart else ", within noise"
         return (
-            f"x{self.ratio:.2f}{kind}: {self.patched:.1f} ({low:.1f} to {high:.1f}) tok/s, "
+            f"x{self.ratio:.2f}{noise}: {self.patched:.1f} ({low:.1f} to {high:.1f}) tok/s, "
             f"{self.without:.1f} ({a:.1f} to {b:.1f}) without"
         )
 
@@ -163,12 +170,10 @@ class Speed(Frozen):
 def answered(*sides: Side) -> frozenset[str]:
     """Return the items that all of these servers answered in every round."""
     return frozenset(
-        item
-        for item in sides[0].items
-        if all(
-            side.answers(item) and not any(s.problem for s in side.answers(item)) for side in sides
-        )
-    )
+        item for item in sides[0].items
+        if all(answers and not any(s.problem for s in answers)
+               for answers in (side.answers(item) for side in sides))
+    )  # fmt: skip
 
 
 def speed_of(without: Side, patched: Side) -> Speed | None:
@@ -182,15 +187,6 @@ def speed_of(without: Side, patched: Side) -> Speed | None:
         patched=median(new), patched_spread=(min(new), max(new)),
     )  # fmt: skip
 
-
-SLOWEST = 0.9
-"""Default share of the unpatched server's speed below which a patch is harmful."""
-ACCEPTANCE = 0.9
-"""Share of the unpatched server's acceptance below which it is lost."""
-DEVIATIONS = 3.0
-"""Smallest difference in acceptance, in standard deviations."""
-SHOWN = 3
-"""Most kinds of errors in a reason."""
 
 Weight = Literal["harmful", "experimental", "unmet"]
 """Effect of a failed check on the verdict; `unmet`: an expected effect is missing."""
@@ -212,95 +208,86 @@ def conclude_verdict(
     without: Side, patched: Side, expect: Expect, *, speculates: bool = False
 ) -> Conclusion:
     """Compare two servers and return the verdict. `speculates`: the recipe asks for drafts."""
-    return _Comparison(without, patched, expect).conclude(speculates=speculates)
+    both = without.requests + patched.requests
+    share = patched.requests / both if without.requests and patched.requests else 0.5
+    changes = contrast(without.kinds, patched.kinds, share=share)
+    speed = speed_of(without, patched)
+    found = _Comparison(without, patched, expect)
+    found.add_runs()
+    if not patched.asked and not without.asked:
+        problems = (f"with: {patched.problem}", f"without: {without.problem}")
+        return Conclusion(None, problems, tuple(found.checks), changes, speed)
+    if patched.asked:
+        found.add_base()
+        found.add_suites()
+        found.add_answers()
+        found.add_acceptance(speculates=speculates)
+        found.add_speed(speed)
+        found.add_log(changes)
+        for number, one in enumerate(expect.must_appear, start=1):
+            found.add_pattern(f"patch.expect.appears.{number}", one, must=True)
+        for number, one in enumerate(expect.must_not_appear, start=1):
+            found.add_pattern(f"patch.expect.absent.{number}", one, must=False)
+    against, effects = found.against, found.effects
+    word: Word = "clean" if effects else "no effect"
+    if against["harmful"]:
+        word = "harmful"
+    elif against["experimental"] or (against["unmet"] and effects):
+        word = "experimental"
+    reasons = [reason for each in against.values() for reason in each] or effects
+    reasons = reasons or ["nothing that was measured differs from the unpatched server"]
+    return Conclusion(word, tuple(reasons), tuple(found.checks), changes, speed)
 
 
-@dataclass
 class _Comparison:
     """Collects checks, what speaks against the patch, and its visible effects."""
 
-    without: Side
-    patched: Side
-    expect: Expect
-    checks: list[Check] = field(default_factory=list)
-    against: dict[Weight, list[str]] = field(
-        default_factory=lambda: {"harmful": [], "experimental": [], "unmet": []}
-    )
-    effects: list[str] = field(default_factory=list)
+    def __init__(self, without: Side, patched: Side, expect: Expect) -> None:
+        self.without, self.patched, self.expect = without, patched, expect
+        self.checks: list[Check] = []
+        self.against: dict[Weight, list[str]] = {"harmful": [], "experimental": [], "unmet": []}
+        self.effects: list[str] = []
 
-    def add(self, one: Check, weight: Weight = "experimental", says: str = "") -> None:
-        """Add a check; `says` is the reason if it did not pass."""
+    def add(self, one: Check, weight: Weight = "experimental", reason: str = "") -> None:
+        """Add a check; `reason` is for one that did not pass."""
         self.checks.append(one)
         if one.verdict is Verdict.FAILED:
-            self.against[weight].append(says or f"{one.expected}: {one.observed}")
+            self.against[weight].append(reason or f"{one.expected}: {one.observed}")
         elif one.verdict is Verdict.UNKNOWN:
-            self.against["experimental"].append(says or f"unknown: {one.expected}")
+            self.against["experimental"].append(reason or f"unknown: {one.expected}")
 
-    def conclude(self, *, speculates: bool) -> Conclusion:
-        """Compare everything."""
-        without, patched = self.without, self.patched
-        both = without.requests + patched.requests
-        share = patched.requests / both if without.requests and patched.requests else 0.5
-        changes = contrast(without.kinds, patched.kinds, share=share)
-        speed = speed_of(without, patched)
-        self._runs()
-        if not patched.asked and not without.asked:
-            says = (f"with: {patched.problem}", f"without: {without.problem}")
-            return Conclusion(None, says, tuple(self.checks), changes, speed)
-        if patched.asked:
-            self._base()
-            self._suites()
-            self._answers()
-            self._acceptance(speculates=speculates)
-            self._speed(speed)
-            self._log(changes)
-            for number, one in enumerate(self.expect.must_appear, start=1):
-                self._pattern(f"patch.expect.appears.{number}", one, must=True)
-            for number, one in enumerate(self.expect.must_not_appear, start=1):
-                self._pattern(f"patch.expect.absent.{number}", one, must=False)
-        reasons = [says for weight in self.against.values() for says in weight]
-        word: Word = "clean" if self.effects else "no effect"
-        if self.against["harmful"]:
-            word = "harmful"
-        elif self.against["experimental"] or (self.against["unmet"] and self.effects):
-            word = "experimental"
-        elif self.against["unmet"]:
-            word = "no effect"
-        if not reasons:
-            nothing = "nothing that was measured differs from the unpatched server"
-            reasons = self.effects or [nothing]
-        return Conclusion(word, tuple(reasons), tuple(self.checks), changes, speed)
-
-    def _runs(self) -> None:
+    def add_runs(self) -> None:
         patched, without = self.patched, self.without
-        seen = patched.problem or "it served, and stopped when asked to"
+        observed = patched.problem or "it served, and stopped when asked to"
         if patched.problem and not without.asked:
-            seen = f"{seen}; the unpatched server could not be measured either: {without.problem}"
+            observed = (
+                f"{observed}; the unpatched server could not be measured either: {without.problem}"
+            )
         ok = False if patched.problem else True if patched.asked else None
         expected = "the patched server starts, answers and keeps running"
-        says = f"the server does not work with the patch: {patched.problem}"
-        self.add(check("patch.serves", expected, seen, patched.log, ok=ok), "harmful", says)
+        reason = f"the server does not work with the patch: {patched.problem}"
+        self.add(check("patch.serves", expected, observed, patched.log, ok=ok), "harmful", reason)
 
-    def _base(self) -> None:
+    def add_base(self) -> None:
         """Without a complete unpatched server to compare with, nothing is clean."""
         without = self.without
         complete = without.asked and without.problem is None
-        seen = "it served the same" if complete else without.problem
+        observed = "it served the same" if complete else without.problem
         what = "only in part" if without.asked else "not"
-        says = (
+        reason = (
             f"the unpatched server could {what} be measured ({without.problem}); the patched one "
             "is judged by its own suites, its log and its manifest's expectations"
         )
         ok = True if complete else None
         expected = "an unpatched server to compare with"
-        self.add(check("patch.base", expected, seen, without.log, ok=ok), says=says)
+        self.add(check("patch.base", expected, observed, without.log, ok=ok), reason=reason)
 
-    def _suites(self) -> None:
+    def add_suites(self) -> None:
         wanted, both = self.expect.suites, (*self.patched.suites, *self.without.suites)
         for name in dict.fromkeys((*wanted, *(s.suite for s in both))):
             before, now = self.without.good(name), self.patched.good(name)
-            seen, old = self.patched.suite(name), self.without.suite(name)
-            result = f"{seen.verdict}: {seen.summary}" if seen else None
+            observed, old = self.patched.suite(name), self.without.suite(name)
+            result = f"{observed.verdict}: {observed.summary}" if observed else None
             expected = f"passes ({f'{old.verdict} without' if old else 'not run without'})"
             where = f"suite {name}, with the patch"
             one = check(f"patch.suite.{name}", expected, result, where, ok=now)
@@ -308,12 +295,12 @@ class _Comparison:
                 weight: Weight = "unmet" if name in wanted else "experimental"
                 self.add(one, weight, f"suite {name} passes neither with the patch nor without")
             else:
-                says = f"suite {name} passes without the patch only: {result}"
-                self.add(one, "harmful", says)
+                reason = f"suite {name} passes without the patch only: {result}"
+                self.add(one, "harmful", reason)
             if now and before is False:
                 self.effects.append(f"suite {name} passes with the patch only")
 
-    def _answers(self) -> None:
+    def add_answers(self) -> None:
         """Compare the answers to each item over all rounds."""
         improved = any(
             self.patched.good(s.suite) and self.without.good(s.suite) is False
@@ -326,45 +313,47 @@ class _Comparison:
             texts, old_texts = {s.text for s in now}, {s.text for s in before}
             same = bool(texts & old_texts)
             weight: Weight = "experimental"
-            seen: str | None
+            observed: str | None
             ok: bool | None
-            says = ""
+            reason = ""
             if bad:
-                seen, ok, weight = bad, None if old else False, "harmful"
-                says = f"{item} fails with the patch: {bad}"
+                observed, ok, weight = bad, None if old else False, "harmful"
+                reason = f"{item} fails with the patch: {bad}"
             elif old:
-                seen, ok = f"answered; without the patch: {old}", True if improved else None
-                seen += "; judged by the suites that only it passes instead" if improved else ""
-                says = f"{item} is answered with the patch only, and no suite judges it"
+                observed, ok = f"answered; without the patch: {old}", True if improved else None
+                observed += "; judged by the suites that only it passes instead" if improved else ""
+                reason = f"{item} is answered with the patch only, and no suite judges it"
                 self.effects.append(f"{item} is answered with the patch only")
             elif not before:
-                seen, ok = None, None
+                observed, ok = None, None
             elif same:
-                seen, ok = "the same", True
+                observed, ok = "the same", True
             elif len(texts) > 1 or len(old_texts) > 1:
-                seen, ok = "answers of one server differ between rounds", None
-                says = f"{item}: {seen}, so the servers cannot be compared"
+                observed, ok = "answers of one server differ between rounds", None
+                reason = f"{item}: {observed}, so the servers cannot be compared"
             else:
-                seen, ok = parting(before[0].text, now[0].text), self.expect.answers_may_differ
-                says = f"{item}: {seen}"
+                observed, ok = parting(before[0].text, now[0].text), self.expect.answers_may_differ
+                reason = f"{item}: {observed}"
                 self.effects += [f"{item} has another answer"] if ok else []
             expected = f"{item}: word for word the unpatched server's answer"
             where = "greedy decoding, the same request to both"
-            self.add(check(f"patch.answers.{item}", expected, seen, where, ok=ok), weight, says)
+            self.add(
+                check(f"patch.answers.{item}", expected, observed, where, ok=ok), weight, reason
+            )
         if not self.patched.items:
             unknown = check("patch.answers", "the same answers", None, self.patched.log, ok=None)
-            self.add(unknown, says="there are no answers to compare")
+            self.add(unknown, reason="there are no answers to compare")
 
-    def _acceptance(self, *, speculates: bool) -> None:
+    def add_acceptance(self, *, speculates: bool) -> None:
         both, wanted = answered(self.without, self.patched), self.expect.acceptance
         old, new = self.without.drafts(both), self.patched.drafts(both)
         if not (speculates or wanted or (old and old[0]) or (new and new[0])):
             return
         where = "drafts of the benchmark, as the engine counts them"
-        expected, seen = f"drafts accepted as without: {_share(old) or 'unknown'}", _share(new)
-        says = f"acceptance is lost: {seen}, {_share(old)} without"
-        one = check("patch.acceptance", expected, seen, where, ok=_acceptance_kept(old, new))
-        self.add(one, "harmful", says)
+        expected, observed = f"drafts accepted as without: {_share(old) or 'unknown'}", _share(new)
+        reason = f"acceptance is lost: {observed}, {_share(old)} without"
+        one = check("patch.acceptance", expected, observed, where, ok=_acceptance_kept(old, new))
+        self.add(one, "harmful", reason)
         if not wanted:
             return
         whole = self.patched.drafts(answered(self.patched))
@@ -375,22 +364,22 @@ class _Comparison:
         one = check("patch.expect.acceptance", expected, _share(whole), where, ok=ok)
         self.add(one, "harmful" if share is not None and share < low else "experimental")
 
-    def _speed(self, speed: Speed | None) -> None:
-        seen, gain = str(speed) if speed else None, self.expect.speed
+    def add_speed(self, speed: Speed | None) -> None:
+        observed, gain = str(speed) if speed else None, self.expect.speed
         where = f"benchmark, {len(self.without.rounds)} rounds"
-        bound = f"at least x{_bound(self.expect):g} of the unpatched server's decode speed"
-        ok = None if speed is None else not slower(speed, self.expect)
-        says = f"slower: {speed}" if speed else "the decode speed is unknown"
-        self.add(check("patch.speed", bound, seen, where, ok=ok), "harmful", says)
+        bound = f"at least x{_least_speed(self.expect):g} of the unpatched server's decode speed"
+        ok = None if speed is None else not speed.slower(self.expect)
+        reason = f"slower: {speed}" if speed else "the decode speed is unknown"
+        self.add(check("patch.speed", bound, observed, where, ok=ok), "harmful", reason)
         if gain and gain > 1:
             ok = None if speed is None else speed.apart and speed.ratio >= gain
             expected = f"at least x{gain:g} of it, and beyond noise"
-            self.add(check("patch.expect.speed", expected, seen, where, ok=ok), "unmet")
+            self.add(check("patch.expect.speed", expected, observed, where, ok=ok), "unmet")
             self.effects += [f"faster, as expected: {speed}"] if ok else []
-        elif faster(speed):
+        elif speed and speed.faster:
             self.effects.append(f"faster: {speed}")
 
-    def _log(self, changes: Sequence[Change]) -> None:
+    def add_log(self, changes: Sequence[Change]) -> None:
         log, lines = self.patched.log, self.patched.lines
         enough = True if lines and not (self.patched.beyond or self.without.beyond) else None
         for how, why, expected in (
@@ -399,27 +388,27 @@ class _Comparison:
         ):
             found = [c for c in changes if c.level == "error" and c.how == how]
             listed = "; ".join(str(c) for c in found[:SHOWN])
-            seen, where, ok = "none", log, enough
-            says = "the log has too many kinds of lines, or none, to be compared"
+            observed, where, ok = "none", log, enough
+            reason = "the log has too many kinds of lines, or none, to be compared"
             if found:
-                seen = f"{len(found)} kind{'s' * (len(found) != 1)} of error: {listed}"
+                observed = f"{len(found)} kind{'s' * (len(found) != 1)} of error: {listed}"
                 where, ok = f"{log}:{found[0].line_number}: {found[0].line}", False
-                says = f"errors in the log, {why}: {listed}"
-            self.add(check(f"patch.log.{how}", expected, seen, where, ok=ok), says=says)
+                reason = f"errors in the log, {why}: {listed}"
+            self.add(check(f"patch.log.{how}", expected, observed, where, ok=ok), reason=reason)
         known = {g.id for g in self.without.graves}
         fresh = [g for g in self.patched.graves if g.id not in known]
         bad = [g for g in fresh if g.severity in ("fatal", "silent")]
         first = next(iter(bad or fresh), None)
-        seen = f"{first.severity}: {first.id}, {first.count:,} times" if first else "none"
+        observed = f"{first.severity}: {first.id}, {first.count:,} times" if first else "none"
         where = f"{log}:{first.line_number}: {first.line}" if first else log
         ok, expected = first is None if lines else None, "no new known fault in the log"
-        says = f"a known fault in the log, for which serve stops a server: {seen}"
-        one = check("patch.log.signatures", expected, seen, where, ok=ok)
-        self.add(one, "harmful" if bad else "experimental", says)
+        reason = f"a known fault in the log, for which serve stops a server: {observed}"
+        one = check("patch.log.signatures", expected, observed, where, ok=ok)
+        self.add(one, "harmful" if bad else "experimental", reason)
         harmless = [c for c in changes if not (c.level == "error" and c.worse)]
         self.effects += [f"log, {c.how}: {c}" for c in harmless]
 
-    def _pattern(self, id_: str, wanted: LogPattern, *, must: bool) -> None:
+    def add_pattern(self, id_: str, wanted: LogPattern, *, must: bool) -> None:
         """Check the number of log lines like a pattern that the manifest expects."""
         now = self.patched.matches.get(wanted.pattern)
         before = self.without.matches.get(wanted.pattern)
@@ -433,12 +422,12 @@ class _Comparison:
         old = "unknown" if before is None else f"{before:,}"
         expected = f"lines like /{wanted.pattern}/: {_bounds(low, high)}"
         ok = None if now is None else within(now)
-        seen = None if now is None else f"{now:,} ({old} without)"
+        observed = None if now is None else f"{now:,} ({old} without)"
         # If it was as bad without the patch, an effect is missing; the patch did not cause it.
         missing = ok is False and before is not None and not within(before)
         more = now is not None and before is not None and now > before and not must
         weight: Weight = "unmet" if missing and not more else "experimental"
-        self.add(check(id_, expected, seen, self.patched.log, ok=ok), weight)
+        self.add(check(id_, expected, observed, self.patched.log, ok=ok), weight)
         if ok and before is not None and not within(before):
             self.effects.append(f"as expected, {expected}; {old} without")
 
@@ -472,17 +461,7 @@ def _acceptance_kept(old: tuple[int, int] | None, new: tuple[int, int] | None) -
     return not (now < ACCEPTANCE * before and before - now > DEVIATIONS * deviation)
 
 
-def slower(speed: Speed | None, expect: Expect) -> bool:
-    """Whether the fastest patched round is slower than the bound on the slowest unpatched one."""
-    return speed is not None and speed.at_best < _bound(expect)
-
-
-def faster(speed: Speed | None) -> bool:
-    """Whether the slowest patched round is that much faster than the fastest unpatched one."""
-    return speed is not None and speed.at_worst > 1 / SLOWEST
-
-
-def _bound(expect: Expect) -> float:
+def _least_speed(expect: Expect) -> float:
     return expect.speed if expect.speed and expect.speed <= 1 else SLOWEST
 
 
@@ -501,23 +480,21 @@ SHOWN_KINDS = 12
 def evidence_of(judged: Conclusion, without: Side, patched: Side) -> dict[str, Any]:
     """Return the figures behind a verdict, short enough for a manifest."""
     errors = [c for c in judged.changes if c.level == "error" and c.worse]
+    results = {s.suite: s.verdict for s in without.suites}
+    checks = {c.id: c.observed for c in judged.checks}
+    answers = "patch.answers."
     found: dict[str, Any] = {
         "builds": {"without": without.build[:16], "with": patched.build[:16]},
-        "suites": {
-            s.suite: f"{s.verdict}, without {_verdict(without, s.suite)}" for s in patched.suites
-        },
-        "answers": {
-            c.id.rpartition(".")[2]: c.observed
-            for c in judged.checks
-            if c.id.startswith("patch.answers.")
-        },
-        "acceptance": next((c.observed for c in judged.checks if c.id == "patch.acceptance"), ""),
+        "suites": {s.suite: f"{s.verdict}, without {results.get(s.suite, 'not run')}"
+                   for s in patched.suites},
+        "answers": {id_.removeprefix(answers): text for id_, text in checks.items()
+                    if id_.startswith(answers)},
+        "acceptance": checks.get("patch.acceptance", ""),
         "speed": str(judged.speed) if judged.speed else "unknown",
         "losses": sorted(losses(without, patched)),
-        "errors": [
-            {"line": c.text, "with": c.patched, "without": c.without} for c in errors[:KEPT]
-        ],
-    }
+        "errors": [{"line": c.text, "with": c.patched, "without": c.without}
+                   for c in errors[:KEPT]],
+    }  # fmt: skip
     return {key: value for key, value in found.items() if value}
 
 
@@ -527,47 +504,26 @@ def losses(without: Side, patched: Side) -> set[str]:
     return lost - {g.id for g in without.graves}
 
 
-def _verdict(one: Side, suite: str) -> str:
-    found = one.suite(suite)
-    return found.verdict if found else "not run"
-
-
 def report_lines(
     name: str, pin: PatchPin, lock: Lock, judged: Conclusion, sides: tuple[Side, Side]
 ) -> list[str]:
     """Return the lines printed beside the checks. Untrusted text is cleaned."""
-    without, patched = sides
     base = lock.stamp.partition("-")[0] or str(lock.base)[:19]
-    rows = [
-        f"patch       {name}, sha256 {pin.file.sha256[:16]}, on {base}",
-        f"without     build {without.build[:16]}, {_measured(without)}",
-        f"with        build {patched.build[:16]}, {_measured(patched)}",
-        *_changes(judged.changes),
-        "",
-        *_verdict_lines(judged),
-    ]
-    return [clean(line, one_line=True) for line in rows]
-
-
-def _measured(one: Side) -> str:
-    return one.problem or f"{one.requests} requests, {one.lines:,} lines of log"
-
-
-def _changes(changes: Sequence[Change]) -> list[str]:
-    if not changes:
-        return ["log         no kind of line differs significantly"]
-    kinds = (
-        "1 kind of line differs" if len(changes) == 1 else f"{len(changes)} kinds of lines differ"
-    )
-    rows = [f"log         {kinds}; count with the patch, and without:"]
+    rows = [f"patch       {name}, sha256 {pin.file.sha256[:16]}, on {base}"]
+    for title, side in zip(("without", "with"), sides, strict=True):
+        measured = f"{side.requests} requests, {side.lines:,} lines of log"
+        rows.append(f"{title:12}build {side.build[:16]}, {side.problem or measured}")
+    if not (changes := judged.changes):
+        rows.append("log         no kind of line differs significantly")
+    else:
+        some = f"{len(changes)} kinds of lines differ"
+        differ = "1 kind of line differs" if len(changes) == 1 else some
+        rows.append(f"log         {differ}; count with the patch, and without:")
     for one in changes[:SHOWN_KINDS]:
         rows.append(f"  {one.level:8} {one.patched:>9,} {one.without:>9,}  {one.text}"[:200])
     if len(changes) > SHOWN_KINDS:
         rows.append(f"  and {len(changes) - SHOWN_KINDS} more in the record")
-    return rows
-
-
-def _verdict_lines(judged: Conclusion) -> list[str]:
-    word = (judged.word or "not judged").upper()
     first, *more = judged.reasons
-    return [f"{word}: {first}", *(f"    {reason}" for reason in more)]
+    rows += ["", f"{(judged.word or 'not judged').upper()}: {first}"]
+    rows += [f"    {reason}" for reason in more]
+    return [clean(line, one_line=True) for line in rows]

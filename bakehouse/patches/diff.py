@@ -2,7 +2,7 @@
 
 The parser is our own: unidiff 1.0.1 accepts 30 of the 33 diffs that the tests want refused, takes
 another path than git for renames, and stops at commit messages that quote a diff. Whether and where
-a diff applies is for git to say (`fitting.py`).
+a diff applies is for git to say (`apply.py`).
 """
 
 from __future__ import annotations

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import subprocess
-import tarfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,36 +18,9 @@ from bakehouse.errors import BuildFailed, LockError, RecipeError, UsageError
 from bakehouse.models import Verdict
 from bakehouse.paths import Places
 from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
-from tests.support.small_engine import FILES
+from tests.support.small_engine import RECIPE, pack
 
 pytestmark = pytest.mark.integration
-
-
-def pack(target: Path, changes: Mapping[str, str] | None = None) -> str:
-    """Write the small project as an archive; give its sha256."""
-    with tarfile.open(target, "w:gz", format=tarfile.USTAR_FORMAT) as archive:
-        for name, text in sorted({**FILES, **(changes or {})}.items()):
-            info = tarfile.TarInfo(f"small/{name}")
-            info.size, info.mtime = len(text.encode()), 1_700_000_000
-            archive.addfile(info, io.BytesIO(text.encode()))
-    return hashlib.sha256(target.read_bytes()).hexdigest()
-
-
-RECIPE = """\
-schema: 1
-name: small
-engine: llama.cpp
-source:
-  archive: {{path: small.tar.gz, sha256: {sha256}, folder: small, number: 77}}
-build:
-  targets: [llama-server]
-  cmake:
-    SMALL_GREETING: good morning
-weights:
-  model: {{path: model.gguf}}
-serve:
-  command: "{{{{ server }}}} -m {{{{ weights.model.first }}}}"
-"""
 
 
 @pytest.fixture

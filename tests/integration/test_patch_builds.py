@@ -21,14 +21,13 @@ from bakehouse.patches.apply import stored
 from bakehouse.patches.manifest import Manifest, read_manifest, write_manifest
 from bakehouse.paths import Places
 from bakehouse.resolver import lock_path, read_lock
-from tests.integration.test_build_commands import RECIPE, pack
 from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
 from tests.support.clocks import ImpatientClock
 from tests.support.filehost import status
 from tests.support.githost import Repo, git
 from tests.support.heard import Heard
 from tests.support.pullhost import PullHost, serve_pulls
-from tests.support.small_engine import FILES
+from tests.support.small_engine import FILES, RECIPE, pack
 
 pytestmark = pytest.mark.integration
 

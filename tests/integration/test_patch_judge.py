@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from bakehouse import cli
-from bakehouse.commands import patch_compare, serve
-from bakehouse.commands.patch_compare import Judgement, judge_case
+from bakehouse.commands import patch, serve
+from bakehouse.commands.patch import Comparison, compare_servers
 from bakehouse.context import Context
 from bakehouse.errors import (
     Fault,
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).resolve().parents[2]
 
-Judge = Callable[..., Judgement]
+Judge = Callable[..., Comparison]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def home(tmp_path: Path, places: Places) -> Iterator[Path]:
 def judged(context: Context, home: Path, builds: Builds) -> Judge:
     def call(
         without: Sequence[str] = (), patched: Sequence[str] = (), **expect: object
-    ) -> Judgement:
+    ) -> Comparison:
         builds.without = (
             *without,
             *(() if any(f.startswith("rate") for f in without) else (RATE,)),
@@ -68,7 +68,7 @@ def judged(context: Context, home: Path, builds: Builds) -> Judge:
             *patched,
             *(() if any(f.startswith("rate") for f in patched) else (RATE,)),
         )
-        return judge_case(context, case(context, home, Expect.model_validate(expect)))
+        return compare_servers(context, case(context, home, Expect.model_validate(expect)))
 
     return call
 
@@ -80,7 +80,7 @@ def nothing_left(places: Places) -> bool:
 def test_judge_no_effect(judged: Judge, places: Places, builds: Builds) -> None:
     found = judged()
     outcome = found.outcome()
-    assert found.judged.word == "no effect"
+    assert found.conclusion.word == "no effect"
     assert outcome.error is None
     assert "NO EFFECT: nothing that was measured differs" in outcome.text
     assert nothing_left(places)
@@ -96,9 +96,9 @@ def test_judge_errors_of_the_patched_server_only(judged: Judge, places: Places) 
     """Found in the field: everything works, but one head fails at each request."""
     found = judged(patched=["grumbles=llama_decode[1] gave up, rc = -1"])
     outcome = found.outcome()
-    assert found.judged.word == "experimental"
+    assert found.conclusion.word == "experimental"
     assert outcome.error is None
-    (change,) = found.judged.changes
+    (change,) = found.conclusion.changes
     requests = found.sides[1].requests
     assert (change.how, change.without, change.patched) == ("new", 0, requests)
     assert change.text == "llama_decode[1] gave up, rc = <n>"
@@ -112,7 +112,7 @@ def test_judge_errors_of_the_patched_server_only(judged: Judge, places: Places) 
 def test_judge_measures_a_server_that_serve_would_stop(judged: Judge) -> None:
     """`llama_decode[1] returned -1` is a known loss: serve ends there, and the verdict does not."""
     found = judged(patched=["grumbles=llama_decode[1] returned -1"])
-    assert found.judged.word == "experimental"
+    assert found.conclusion.word == "experimental"
     assert found.sides[1].asked
     assert [g.id for g in found.sides[1].graves] == ["draft-head-failing"]
 
@@ -134,8 +134,8 @@ def test_judge_harmful_patches(
     drafts = ["drafts=20:12"] if patched[0].startswith("drafts") else []
     found = judged(drafts, patched)
     outcome = found.outcome()
-    assert found.judged.word == "harmful"
-    assert says in " | ".join(found.judged.reasons)
+    assert found.conclusion.word == "harmful"
+    assert says in " | ".join(found.conclusion.reasons)
     assert isinstance(outcome.error, PatchError)
     assert (outcome.error.id, outcome.error.exit_code) == ("patch-harmful", 5)
     assert json.loads(found.record.read_text())["exit"] == 5
@@ -144,25 +144,25 @@ def test_judge_harmful_patches(
 
 def test_judge_measures_a_slower_server_twice(judged: Judge, places: Places) -> None:
     found = judged(patched=["rate=12"])
-    assert found.judged.word == "harmful"
-    assert "slower: x0.60" in found.judged.reasons[0]
+    assert found.conclusion.word == "harmful"
+    assert "slower: x0.60" in found.conclusion.reasons[0]
     assert [len(one.rounds) for one in found.sides] == [6, 6]
     assert nothing_left(places)
 
 
 def test_judge_faster_server_is_clean_and_other_answers_experimental(judged: Judge) -> None:
     found = judged(patched=["rate=30"])
-    assert found.judged.word == "clean"
-    assert found.judged.reasons[0].startswith("faster: x1.50")
+    assert found.conclusion.word == "clean"
+    assert found.conclusion.reasons[0].startswith("faster: x1.50")
     found = judged(patched=["says= So I think."])
-    assert found.judged.word == "experimental"
-    assert "' So I think.', without the patch ''" in found.judged.reasons[0]
+    assert found.conclusion.word == "experimental"
+    assert "' So I think.', without the patch ''" in found.conclusion.reasons[0]
 
 
 def test_judge_expected_log_lines(judged: Judge) -> None:
     expect = {"must_not_appear": [{"pattern": r"head=\d failed"}]}
     found = judged(["grumbles=head=0 failed"], [], **expect)
-    assert found.judged.word == "clean"
+    assert found.conclusion.word == "clean"
     assert found.sides[0].matches == {r"head=\d failed": found.sides[0].requests}
 
 
@@ -171,15 +171,15 @@ def test_judge_patch_that_does_not_build_is_harmful(
 ) -> None:
     builds.broken = True
     found = judged()
-    assert found.judged.word == "harmful"
-    assert "it does not build: server.cpp:7: expected ';'" in found.judged.reasons[0]
+    assert found.conclusion.word == "harmful"
+    assert "it does not build: server.cpp:7: expected ';'" in found.conclusion.reasons[0]
     assert nothing_left(places)
 
 
 def test_judge_without_an_unpatched_server(judged: Judge, places: Places) -> None:
     found = judged(without=["exit=1"])
-    assert found.judged.word == "experimental"
-    assert "the unpatched server could not be measured" in found.judged.reasons[0]
+    assert found.conclusion.word == "experimental"
+    assert "the unpatched server could not be measured" in found.conclusion.reasons[0]
     assert nothing_left(places)
 
 
@@ -198,9 +198,12 @@ def test_judge_flag_that_comes_with_the_patch(
 
     monkeypatch.setattr(serve, "check_flags_supported", know)
     found = judged()
-    assert found.judged.word == "experimental"
-    assert "it does not accept the command: serve.command: no --new-flag" in found.judged.reasons[0]
-    assert "judged by its own suites" in found.judged.reasons[0]
+    assert found.conclusion.word == "experimental"
+    assert (
+        "it does not accept the command: serve.command: no --new-flag"
+        in found.conclusion.reasons[0]
+    )
+    assert "judged by its own suites" in found.conclusion.reasons[0]
     assert builds.made == ["without", "with"]
 
 
@@ -219,7 +222,7 @@ def test_judge_leaves_running_servers_alone(
     monkeypatch.setenv("BAKEHOUSE_HOME", str(places.cache.parent))
     assert cli.main("serve", {"recipe": "tiny"}, json=True, recipes=home) == 0
     before = get_status(places.servers / "tiny")
-    assert judged().judged.word == "no effect"
+    assert judged().conclusion.word == "no effect"
     after = get_status(places.servers / "tiny")
     assert after.word == "running"
     assert after.processes == before.processes
@@ -275,7 +278,7 @@ def test_judge_refuses_flags(home: Path) -> None:
 def test_judge_ignores_log_lines_of_the_stop(judged: Judge) -> None:
     """The real vLLM ends with a traceback, sometimes."""
     found = judged(patched=["last-words=CUDA error: an illegal memory access was encountered"])
-    assert found.judged.word == "no effect", found.judged.reasons
+    assert found.conclusion.word == "no effect", found.conclusion.reasons
 
 
 def test_judge_patch_of_an_image(
@@ -291,10 +294,10 @@ def test_judge_patch_of_an_image(
     assert cli.main("patch", flags, json=True, recipes=home) == 9
     assert "--judge" in json.loads(capsys.readouterr().out)["error"]["hint"]
 
-    def judge_pinned(*given: Any) -> Any:
+    def compare_pinned(*given: Any) -> Any:
         return given[-1]
 
-    monkeypatch.setattr(patch_compare, "judge_pinned", judge_pinned)
+    monkeypatch.setattr(patch, "compare_pinned", compare_pinned)
     assert cli.main("patch", {**flags, "judge": True}, json=True, recipes=home) == 0
     assert json.loads(capsys.readouterr().out)["checks"][0]["verdict"] == "unknown"
 

@@ -18,11 +18,10 @@ from bakehouse.patches.manifest import Manifest, PatchVerdict, manifest_path, wr
 from bakehouse.paths import Places
 from bakehouse.resolver import lock_path, read_lock
 from bakehouse.server.status import folders, stop
-from tests.integration.test_build_commands import pack
-from tests.integration.test_serve_commands import write
 from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
 from tests.support.filehost import serve_files
-from tests.support.small_engine import FILES
+from tests.support.serving import write
+from tests.support.small_engine import FILES, pack
 
 pytestmark = pytest.mark.integration
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
-import sys
 import tarfile
 import threading
 import time
@@ -22,28 +20,9 @@ from bakehouse.resolver import lock_path
 from bakehouse.server.processes import marked
 from bakehouse.server.status import folders, get_status, stop
 from tests.support.checkpoints import f32, gguf_bytes, llama_metadata
-from tests.support.serving import FAKE
+from tests.support.serving import write
 
 pytestmark = pytest.mark.integration
-
-RECIPE = """\
-schema: 1
-name: tiny
-engine: llama.cpp
-source:
-  archive: {{path: source.tar.gz, sha256: {sha256}, number: 7}}
-weights:
-  model: {{path: model.gguf}}
-serve:
-  port: 0
-  stop_timeout: 2s
-  command: |
-    {python} -S {fake} -m {{{{ weights.model.first }}}} --fault build=b7-{stamp} {more}
-probe:
-  suites: [facts]
-  facts: {{questions: [{{ask: "What is 2+2?", answers: ["4"]}}]}}
-{tail}
-"""
 
 Invoke = Callable[..., tuple[int, dict[str, Any], str]]
 
@@ -62,14 +41,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for folder in folders(Places.from_environment()):
         stop(folder)
         assert not marked(folder)
-
-
-def write(folder: Path, more: str = "", tail: str = "", name: str = "tiny.yaml") -> None:
-    sha256 = hashlib.sha256((folder / "source.tar.gz").read_bytes()).hexdigest()
-    text = RECIPE.format(
-        sha256=sha256, stamp=sha256[:9], python=sys.executable, fake=FAKE, more=more, tail=tail
-    )
-    (folder / name).write_text(text)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bakehouse import cli
 from bakehouse.commands import serve
-from bakehouse.commands.patch_compare import Case
+from bakehouse.commands.patch import Case
 from bakehouse.context import Context
 from bakehouse.errors import BuildFailed
 from bakehouse.lock import Lock

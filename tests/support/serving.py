@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -132,3 +133,31 @@ def asking(ctx: Context, path: str) -> Callable[[Endpoint], Proof]:
 def left_of(ctx: Context, name: str = "fake") -> tuple[Any, ...]:
     """Return the processes of a server that still run."""
     return marked(ctx.places.servers / name)
+
+
+RECIPE = """\
+schema: 1
+name: tiny
+engine: llama.cpp
+source:
+  archive: {{path: source.tar.gz, sha256: {sha256}, number: 7}}
+weights:
+  model: {{path: model.gguf}}
+serve:
+  port: 0
+  stop_timeout: 2s
+  command: |
+    {python} -S {fake} -m {{{{ weights.model.first }}}} --fault build=b7-{stamp} {more}
+probe:
+  suites: [facts]
+  facts: {{questions: [{{ask: "What is 2+2?", answers: ["4"]}}]}}
+{tail}
+"""
+
+
+def write(folder: Path, more: str = "", tail: str = "", name: str = "tiny.yaml") -> None:
+    sha256 = hashlib.sha256((folder / "source.tar.gz").read_bytes()).hexdigest()
+    text = RECIPE.format(
+        sha256=sha256, stamp=sha256[:9], python=sys.executable, fake=FAKE, more=more, tail=tail
+    )
+    (folder / name).write_text(text)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -170,3 +173,30 @@ FAKE_HOST = HostFacts(
     memory_available=32 * 2**30,
 )
 FAKE_PLACES = Places(Path("/home/u/.cache/bakehouse"), Path("/home/u/.local/state/bakehouse"))
+
+
+def pack(target: Path, changes: Mapping[str, str] | None = None) -> str:
+    """Write the small project as an archive; give its sha256."""
+    with tarfile.open(target, "w:gz", format=tarfile.USTAR_FORMAT) as archive:
+        for name, text in sorted({**FILES, **(changes or {})}.items()):
+            info = tarfile.TarInfo(f"small/{name}")
+            info.size, info.mtime = len(text.encode()), 1_700_000_000
+            archive.addfile(info, io.BytesIO(text.encode()))
+    return hashlib.sha256(target.read_bytes()).hexdigest()
+
+
+RECIPE = """\
+schema: 1
+name: small
+engine: llama.cpp
+source:
+  archive: {{path: small.tar.gz, sha256: {sha256}, folder: small, number: 77}}
+build:
+  targets: [llama-server]
+  cmake:
+    SMALL_GREETING: good morning
+weights:
+  model: {{path: model.gguf}}
+serve:
+  command: "{{{{ server }}}} -m {{{{ weights.model.first }}}}"
+"""

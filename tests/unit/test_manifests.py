@@ -53,7 +53,7 @@ def test_manifest_is_read(tmp_path: Path) -> None:
     assert found.known.added == 16
     assert find_manifest(tmp_path, "org/project", "8") is None
     assert patches_folder(Path("/x/recipes")) == Path("/x/patches")
-    with pytest.raises(NotFound, match="there is no patch"):
+    with pytest.raises(NotFound, match="patch '8' not found"):
         read_manifest(manifest_path(tmp_path, "org/project", "8"))
 
 

@@ -21,7 +21,6 @@ from bakehouse.patch_review.benchmark import (
     items,
     read_answer,
     read_log,
-    side_of,
 )
 from bakehouse.patch_review.log_diff import Kind, contrast, tail
 from bakehouse.patch_review.verdict import LogReport
@@ -147,5 +146,5 @@ def test_benchmark_drafts_by_counters() -> None:
     proof = heard(endpoint("vllm"), cast(ServedModel, None))
     assert proof.passed
     assert heard.counted == (300, 180)
-    one = side_of("with", "b", heard, Path("server.log"), LogReport(), None)
+    one = heard.side("with", "b", Path("server.log"), LogReport(), None)
     assert one.drafts(frozenset(one.items)) == (300, 180)

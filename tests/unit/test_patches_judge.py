@@ -19,10 +19,8 @@ from bakehouse.patch_review.verdict import (
     Side,
     conclude_verdict,
     evidence_of,
-    faster,
     parting,
     report_lines,
-    slower,
     speed_of,
 )
 from bakehouse.patches.manifest import Expect
@@ -349,13 +347,15 @@ def test_verdict_speed_is_of_what_both_answered() -> None:
     found = speed_of(side("without"), side(rounds=broken))
     assert found
     assert found.patched == pytest.approx(10.0)
-    assert slower(found, PLAIN)
-    assert not slower(found, Expect.model_validate({"speed": 0.4}))
-    assert not faster(found)
-    assert faster(speed_of(side(rounds=broken), side("without")))
+    assert found.slower(PLAIN)
+    assert not found.slower(Expect.model_validate({"speed": 0.4}))
+    assert not found.faster
+    back = speed_of(side(rounds=broken), side("without"))
+    assert back
+    assert back.faster
     near = speed_of(side("without", rounds=rounds(20.0, 2.0)), side(rounds=rounds(24.0, 2.0)))
     assert near
-    assert not faster(near)
+    assert not near.faster
 
 
 def test_verdict_by_an_expected_gain_in_speed() -> None:
