@@ -25,10 +25,10 @@ sys.exit(cli.main(sys.argv[1], {"recipe": "boxed"}, json=True, recipes=Path(sys.
 """
 QUESTION = """
 import sys
-from bakehouse.ports.docker import ContainerSpec
-from bakehouse.ports.docker_engine import RealDocker
+from bakehouse.system.docker.models import ContainerSpec
+from bakehouse.system.docker.client import DockerClient
 spec = ContainerSpec(image=sys.argv[1], entrypoint=("/bin/sleep",), argv=("99",))
-RealDocker().ask(spec, timeout=90)
+DockerClient().ask(spec, timeout=90)
 """
 
 

@@ -139,13 +139,13 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 Path({group!r}, "cgroup.procs").write_text(str(os.getpid()))
 from bakehouse.context import Context
-from bakehouse.places import Places
-from bakehouse.serve.bring import bring_up
-from bakehouse.serve.guard import Bounds
+from bakehouse.paths import Places
+from bakehouse.server.memory_guard import Bounds
+from bakehouse.server.session import start_or_reuse
 from tests.support.serving import Notes, agree, order
 ctx = Context(Places(Path({cache!r}), Path({state!r})), Path("."))
 bounds = Bounds(120 << 20, 60 << 20, 1.0, 0)
-bring_up(ctx, order(ctx, "eats=100:2000", guard=bounds), agree, Notes(Path({run!r})))
+start_or_reuse(ctx, order(ctx, "eats=100:2000", guard=bounds), agree, Notes(Path({run!r})))
 """
 
 

@@ -240,7 +240,7 @@ def test_supervisor_is_recognised_whatever_its_module_is_called(tmp_path: Path) 
     folder = tmp_path / "n"
     tail = {
         ("-m", "bakehouse.server.supervisor", str(folder), "7"): True,
-        ("-m", "bakehouse.server.supervisor", str(folder), "9"): True,
+        ("-m", "bakehouse.serve.keeper", str(folder), "9"): True,
         ("-m", "bakehouse.server.container_follower", str(folder), "c", "20", "n"): False,
         ("-m", "bakehouse.server.supervisor", str(tmp_path / "m"), "7"): False,
         ("-m", "pytest", str(folder), "7"): False,
