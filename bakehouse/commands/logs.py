@@ -12,8 +12,8 @@ from bakehouse.context import Context, Outcome
 from bakehouse.errors import NotFound, UsageError
 from bakehouse.redact import Redactor, clean
 from bakehouse.server.launcher import kept_key
-from bakehouse.server.log_tail import Tail
 from bakehouse.server.status import get_status
+from bakehouse.server.supervisor import Tail
 
 TICK_S = 0.2
 BLOCK = 1 << 16

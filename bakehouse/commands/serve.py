@@ -37,7 +37,6 @@ from bakehouse.recipe.loader import LoadedRecipe, find
 from bakehouse.recipe.models import MemoryGuard, Recipe
 from bakehouse.runs.store import Run
 from bakehouse.server.launcher import ServerSpec, SupervisorConnection, refuse_taken
-from bakehouse.server.log_tail import Tail
 from bakehouse.server.memory_guard import Bounds
 from bakehouse.server.session import (
     VerifiedServer,
@@ -48,6 +47,7 @@ from bakehouse.server.session import (
     unknown_lines,
 )
 from bakehouse.server.status import get_status
+from bakehouse.server.supervisor import Tail
 from bakehouse.sources.weights import ensure as ensure_weights
 from bakehouse.sources.weights import locate, refuse_offline
 

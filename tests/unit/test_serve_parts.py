@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from bakehouse.server import state as states
-from bakehouse.server.log_tail import Tail
 from bakehouse.server.memory_guard import KILLED, Bounds, cgroup_kills, describe_end
 from bakehouse.server.processes import (
     Process,
@@ -28,9 +27,10 @@ from bakehouse.server.processes import (
     sockets,
     start_time,
 )
-from bakehouse.server.readiness import IdleTimer, is_server_output
+from bakehouse.server.session import IdleTimer, is_server_output
 from bakehouse.server.state import Ended, ServerState, SupervisorInput
 from bakehouse.server.status import is_supervisor
+from bakehouse.server.supervisor import Tail
 from bakehouse.server.verification import url_of
 
 TABLE = """\
