@@ -18,7 +18,6 @@ from bakehouse.context import Context, Outcome
 from bakehouse.engines.base import Requirements
 from bakehouse.engines.llamacpp.command import Features
 from bakehouse.errors import HostError, NotHealthy, UsageError
-from bakehouse.host import compute_capabilities
 from bakehouse.lock import Lock
 from bakehouse.memory.fit import find_machine
 from bakehouse.memory.machines import Machine
@@ -225,7 +224,7 @@ def _compute_capabilities(ctx: Context, wanted: Wanted) -> list[str]:
     """Return those of this machine's GPUs; none if the server does not use a GPU."""
     box, build = wanted.plan.container, wanted.build
     on_gpu = build.expected.cuda if isinstance(build, BuildPlan) else box and box.gpus
-    return list(compute_capabilities(ctx.processes)) if on_gpu else []
+    return list(ctx.compute_capabilities) if on_gpu else []
 
 
 def _known_bad(
@@ -288,7 +287,7 @@ def _spec(ctx: Context, wanted: Wanted, foreground: bool) -> ServerSpec:
         stop_timeout=serve.stop_timeout,
         ready_timeout=serve.ready_timeout,
         stall_timeout=serve.stall_timeout,
-        guard=guard_bounds(serve.guard, find_machine(ctx.processes)),
+        guard=guard_bounds(serve.guard, find_machine(ctx)),
         key=wanted.key,
         image=image.id if image else None,
         version=image.version or None if image else None,
