@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bakehouse.context import Context
 from bakehouse.cuda.elf import read_cuda_file
@@ -16,16 +16,17 @@ from bakehouse.cuda.verify import accept_devices, find_cuda_file, parse_devices
 from bakehouse.engines.base import engine_of
 from bakehouse.engines.llamacpp.command import Help, judge_flags, parse_help
 from bakehouse.errors import BakehouseError, HostError, Interrupted, NotHealthy, RecipeError
-from bakehouse.host import read_gpus, read_host
+from bakehouse.host import read_host
 from bakehouse.logscan.catalogue import catalogue
 from bakehouse.models import Check, Verdict, check, digest, not_passed
 from bakehouse.plan.types import BuildPlan, ServePlan
 from bakehouse.progress import Bar
 from bakehouse.recipe.types import Origin
-from bakehouse.runs.store import Answer, SuiteRecord
+from bakehouse.runs.store import Run
 from bakehouse.server.launcher import ServerSpec, SupervisorConnection, kept_key, launch
 from bakehouse.server.processes import Listener, Process, Reading, owned, read_activity, tree
-from bakehouse.server.status import ServerStatus, engine_error, get_status, stop
+from bakehouse.server.state import ServerState
+from bakehouse.server.status import engine_error, get_status, stop
 from bakehouse.server.supervisor import Tail, read_container_note
 from bakehouse.server.verification import (
     Prove,
@@ -56,8 +57,6 @@ LOOK_S = 0.25
 """Seconds between two looks at the log and at what was read."""
 POLL_BYTES = 4096
 """Maximum bytes that a server reads because of one poll of ours."""
-POLL_TRACES = ("/health",)
-"""A log line with one of these is the echo of our own polling."""
 
 
 def ask_help(ctx: Context, server: str, kept: Path | None = None) -> Help:
@@ -114,7 +113,18 @@ def check_gpu_visible(
     argv = (build.server, "--list-devices")
     env = environment(plan.env, ctx.environment)
     done = ctx.processes.capture(argv, env=env, timeout=ASK_S)
-    checks = judge_devices(ctx, Path(build.artifact), done.out if done.ok else "", plan.env)
+    listed = done.out if done.ok else ""
+    if names := [name for _, name in parse_devices(listed)]:
+        gpus = ctx.gpus  # only those count that the recipe makes visible
+        if "CUDA_VISIBLE_DEVICES" in plan.env:
+            gpus = tuple(gpu for gpu in gpus if gpu.name in names)[: len(names)]
+        file = find_cuda_file(Path(build.artifact))
+        embedded = read_cuda_file(file).embedded if file else frozenset()
+        checks = accept_devices(listed, gpus, embedded)
+    else:
+        expected = "a CUDA device, since layers are to run on it"
+        source = "llama-server --list-devices"
+        checks = (check("cuda.devices", expected, "(none)", source, ok=False),)
     if wrong := next((one for one in checks if one.verdict is Verdict.FAILED), None):
         stderr = "" if done.ok else done.err.strip().partition("\n")[0]
         raise HostError(
@@ -125,21 +135,6 @@ def check_gpu_visible(
             "--set build.cmake.CMAKE_CUDA_ARCHITECTURES=native",
         )  # fmt: skip
     return checks
-
-
-def judge_devices(
-    ctx: Context, artifact: Path, listed: str, env: Mapping[str, str]
-) -> tuple[Check, ...]:
-    """Judge a list of devices, by those GPUs that the recipe makes visible."""
-    names = [name for _, name in parse_devices(listed)]
-    if not names:
-        expected = "a CUDA device, since layers are to run on it"
-        return (check("cuda.devices", expected, "(none)", "llama-server --list-devices", ok=False),)
-    gpus = read_gpus(ctx.processes)
-    if "CUDA_VISIBLE_DEVICES" in env:
-        gpus = tuple(gpu for gpu in gpus if gpu.name in names)[: len(names)]
-    file = find_cuda_file(artifact)
-    return accept_devices(listed, gpus, read_cuda_file(file).embedded if file else frozenset())
 
 
 def unknown_lines(checks: Sequence[Check]) -> list[str]:
@@ -165,15 +160,11 @@ class IdleTimer:
             or reading.disk > self.last.disk
             or reading.mapped > self.last.mapped
         )
-        if grown or any(is_server_output(line) for line in lines):
+        # A log line is the server's own if it is not the echo of our polling.
+        if grown or any(line.strip() and "/health" not in line for line in lines):
             self.since = now
         self.last = reading
         return now - self.since
-
-
-def is_server_output(line: str) -> bool:
-    """Return whether a log line is the server's own, and not the echo of our polling."""
-    return bool(line.strip()) and not any(trace in line for trace in POLL_TRACES)
 
 
 class Waiting:
@@ -183,7 +174,6 @@ class Waiting:
         self.ctx = ctx
         self.connection = connection
         self.spec = spec
-        self.host = spec.plan.host
         self.engine = engine_of(spec.engine)
         self.log = Tail(connection.folder / "server.log")
         self.stage = "starting"
@@ -210,20 +200,20 @@ class Waiting:
                     self._find_socket()
                 if self.listener is not None and self._healthy(self.listener):
                     return self.listener.port
-                self._look(bar)
+                self._check_activity(bar)
                 self.ctx.clock.sleep(CONTAINER_POLL_S if self.connection.box else POLL_S)
 
     def _find_socket(self) -> None:
         if box := self.connection.box:
             if port := box.port():
-                self.listener = Listener(ipaddress.ip_address(self.host), port, 0)
+                self.listener = Listener(ipaddress.ip_address(self.spec.plan.host), port, 0)
         elif mine := owned(tree(self.connection.server)):
             self.listener = min(mine, key=lambda one: one.port)
         if self.listener:
             self.connection.send_port(self.listener.port)
 
     def _healthy(self, listener: Listener) -> bool:
-        answer = get(self.ctx, f"{url_of(self.host, listener.port)}/health")
+        answer = get(self.ctx, f"{url_of(self.spec.plan.host, listener.port)}/health")
         self.polls += 1
         if self.engine.healthy(answer):
             return True
@@ -233,8 +223,8 @@ class Waiting:
         self.last = answer.says
         return False
 
-    def _look(self, bar: Bar) -> None:
-        """Now and then, check the time and the activity, and show the progress."""
+    def _check_activity(self, bar: Bar) -> None:
+        """Every LOOK_S seconds, check the time and the activity, and show the progress."""
         now = self.ctx.clock.monotonic()
         if now - self.looked < LOOK_S:
             return
@@ -248,19 +238,17 @@ class Waiting:
         reading = read_activity((*tree(self.connection.server), *(box.pids() if box else ())))
         idle = self.idle.update(now, reading, lines, self.polls)
         self.polls = 0
-        total, stall, ready = (
-            self.spec.weights_size, self.spec.stall_timeout, self.spec.ready_timeout,
-        )  # fmt: skip
+        total, spec = self.spec.weights_size, self.spec
         bar.update(min(reading.loaded, total), total, self.stage)
-        if idle > stall:
+        if idle > spec.stall_timeout:
             seen = f"no log output and no file reads for {idle:.0f} s ({self.stage})"
-            wanted = f"activity at least every {stall:g} s"
-            raise self._stalled(check("loading", wanted, seen, "server.log, /proc", ok=False))
-        if now - self.began > ready:
+            expected = f"activity at least every {spec.stall_timeout:g} s"
+            raise self._stalled(check("loading", expected, seen, "server.log, /proc", ok=False))
+        if now - self.began > spec.ready_timeout:
             seen = f"not healthy after {now - self.began:.0f} s; last {self.last}"
-            wanted = f"healthy within {ready:g} s"
-            raise self._failed(f"not {wanted}", check("health", wanted, seen, "GET /health",
-                                                      ok=False))  # fmt: skip
+            expected = f"healthy within {spec.ready_timeout:g} s"
+            failed = check("health", expected, seen, "GET /health", ok=False)
+            raise self._failed(f"not {expected}", failed)
 
     def died(self) -> BakehouseError:
         """Return the error for a server that ended, or a container that never started."""
@@ -306,26 +294,6 @@ class Waiting:
         return NotHealthy(what, where=line.where if line else str(log), hint=hint, checks=(seen,))
 
 
-class Notes(Protocol):
-    """What a run's record takes in while a server starts."""
-
-    @property
-    def folder(self) -> Path:
-        """The run's own folder; the server's log is copied there."""
-
-    def checks(self, checks: tuple[Check, ...]) -> None:
-        """Record checks."""
-
-    def answers(self, answers: tuple[Answer, ...]) -> None:
-        """Record answers."""
-
-    def suites(self, suites: Iterable[SuiteRecord]) -> None:
-        """Record results of suites."""
-
-    def fact(self, name: str, value: object) -> None:
-        """Record one fact."""
-
-
 @dataclass(frozen=True)
 class VerifiedServer:
     """A server that passed its verification. Seconds of wall time."""
@@ -346,24 +314,15 @@ def identity_digest(plan: ServePlan, *parts: str) -> str:
     return digest([plan.argv, plan.env, plan.host, plan.port, *box, *parts])
 
 
-@contextmanager
-def server_lock(ctx: Context, folder: Path) -> Iterator[None]:
-    """Lock the right to start or verify the server of this name; wait while another has it."""
-    lock = folder.parent / f".{folder.name}.lock"
-    with file_lock(lock, f"server {folder.name}", ctx.progress.say):
-        yield
-
-
-def start_or_reuse(
-    ctx: Context, spec: ServerSpec, questions: Prove, notes: Notes
-) -> VerifiedServer:
+def start_or_reuse(ctx: Context, spec: ServerSpec, questions: Prove, notes: Run) -> VerifiedServer:
     """Start a server, or reuse the running one, and verify it.
 
     Raises HostError (port taken, or it runs with other settings), NotHealthy or NotCorrect; then
     only its log is left.
     """
     folder = spec.folder
-    with server_lock(ctx, folder):
+    lock = folder.parent / f".{folder.name}.lock"
+    with file_lock(lock, f"server {folder.name}", ctx.progress.say):
         seen = get_status(folder)
         if seen.error:
             raise engine_error(seen, seen.error, "nothing was started")
@@ -373,43 +332,34 @@ def start_or_reuse(
                 hint=f"resume it, or stop it first: invoke stop --recipe {seen.name}",
             )  # fmt: skip
         if seen.word == "running" and seen.state:
-            _check_same(seen, spec)
-            return _reverify(ctx, seen, spec, questions, notes)
+            if seen.state.plan != spec.digest or kept_key(folder) != spec.key:
+                started = f"process {seen.processes[-1].pid}, started {seen.state.started}"
+                raise HostError(
+                    f"{seen.name} already runs with other settings", where=started,
+                    hint=f"stop it first: invoke stop --recipe {seen.name}", id="already-running",
+                )  # fmt: skip
+            return _reverify(ctx, seen.state, spec, questions, notes)
         if seen.alive:
             ctx.progress.say(f"stopping leftovers of an earlier {folder.name} server")
             stop(folder)
         return _start(ctx, spec, questions, notes)
 
 
-def _check_same(seen: ServerStatus, spec: ServerSpec) -> None:
-    """Raise HostError if the running server has other settings."""
-    same = seen.state and seen.state.plan == spec.digest
-    if not same or kept_key(seen.folder) != spec.key:
-        raise HostError(
-            f"{seen.name} already runs with other settings",
-            where=f"process {seen.processes[-1].pid}, started {seen.state and seen.state.started}",
-            hint=f"stop it first: invoke stop --recipe {seen.name}", id="already-running",
-        )  # fmt: skip
-
-
 def _reverify(
-    ctx: Context, seen: ServerStatus, spec: ServerSpec, questions: Prove, notes: Notes
+    ctx: Context, state: ServerState, spec: ServerSpec, questions: Prove, notes: Run
 ) -> VerifiedServer:
     """Verify a running server again; stop it if it fails, since it answers, and is wrong."""
-    state = seen.state
-    if state is None:
-        raise NotHealthy(f"{seen.name} has no server process", where=str(seen.folder))
-    server = ServerHandle.of(seen.folder, state, spec.engine, spec.key)
+    server = ServerHandle.of(spec.folder, state, spec.engine, spec.key)
     if server.box:  # compare with the image that is verified now: a new build may have changed it
         server = replace(server, box=replace(server.box, image=spec.image))
     evidence = VerificationResult()
     began = ctx.clock.monotonic()
     try:
-        evidence.add(server, [log_since_proof(seen.folder, state.findings)])
+        evidence.add(server, [log_since_proof(spec.folder, state.findings)])
         verify(ctx, server, spec.asked, questions, evidence)
     except BakehouseError as error:
         if not isinstance(error, Interrupted):
-            stop(seen.folder)
+            stop(spec.folder)
         raise
     finally:
         _record(notes, server, evidence)
@@ -427,7 +377,7 @@ def log_since_proof(folder: Path, findings: tuple[dict[str, Any], ...]) -> Check
     )  # fmt: skip
 
 
-def _start(ctx: Context, spec: ServerSpec, questions: Prove, notes: Notes) -> VerifiedServer:
+def _start(ctx: Context, spec: ServerSpec, questions: Prove, notes: Run) -> VerifiedServer:
     catalogue(spec.engine)  # load it now, not between the engine's first 200 and READY
     began = ctx.clock.monotonic()
     connection = launch(spec, ctx.environment, ctx.docker)
@@ -468,7 +418,7 @@ def _start(ctx: Context, spec: ServerSpec, questions: Prove, notes: Notes) -> Ve
             shutil.copyfile(spec.folder / "server.log", notes.folder / "server.log")
 
 
-def _record(notes: Notes, server: ServerHandle | None, evidence: VerificationResult) -> None:
+def _record(notes: Run, server: ServerHandle | None, evidence: VerificationResult) -> None:
     notes.checks(tuple(evidence.checks))
     notes.answers(evidence.answers)
     notes.suites(suite.record() for suite in evidence.suites)

@@ -27,7 +27,7 @@ from bakehouse.server.processes import (
     sockets,
     start_time,
 )
-from bakehouse.server.session import IdleTimer, is_server_output
+from bakehouse.server.session import IdleTimer
 from bakehouse.server.state import Ended, ServerState, SupervisorInput
 from bakehouse.server.status import is_supervisor
 from bakehouse.server.supervisor import Tail
@@ -99,7 +99,7 @@ def test_idle_timer_ignores_our_own_polls() -> None:
     echo = ["GET /health 503", "   "]
     assert idle_after((60.0, Reading(calls=4096 * 5), echo, 5)) == 60.0
     assert idle_after((60.0, Reading(calls=4096 * 5 + 1), [], 5)) == 0.0
-    assert is_server_output("load_tensors: loading")
+    assert idle_after((60.0, Reading(), ["load_tensors: loading"], 0)) == 0.0
 
 
 def test_activity_is_summed_over_processes(tmp_path: Path) -> None:
