@@ -123,7 +123,7 @@ class VerificationResult:
 
 
 def describe_failure(one: Check) -> str:
-    """Describe a check that did not pass."""
+    """Return a check that did not pass as one phrase."""
     return f"{one.id}: expected {one.expected}; observed {one.observed}"
 
 
@@ -139,15 +139,20 @@ def verify(
     Raises NotHealthy (it is not ours, lacks a feature, or died) or NotCorrect (its answers or its
     log show that it is wrong).
     """
+    expected = engine_of(server.engine).asked_for(asked) | asked.known_losses
+
+    def check_log() -> Check:
+        return signature_check(read_log(server.log), server.engine, expected)
+
     seen.add(server, identity(ctx, server))
     seen.add(server, features(ctx, server, asked))
-    seen.add(server, [_log_check(server, asked)])
+    seen.add(server, [check_log()])
     proof = questions(
         Endpoint(server.url, asked.name, server.headers, server.engine, asked.context)
     )
     seen.answers, seen.suites, seen.summary = proof.answers, proof.suites, proof.summary
     after = identity(ctx, server, suffix="-after")
-    log = _log_check(server, asked).model_copy(update={"id": "log-after"})
+    log = check_log().model_copy(update={"id": "log-after"})
     seen.checks += proof.checks
     seen.add(server, after)
     seen.add(server, [log])
@@ -350,8 +355,3 @@ def signature_check(
     where = first.where if first else "server.log"
     ok = first is None if lines else None
     return check("log", "no fatal fault, no silent fault, no lost feature", seen, where, ok=ok)
-
-
-def _log_check(server: ServerHandle, asked: Requirements) -> Check:
-    expected = engine_of(server.engine).asked_for(asked) | asked.known_losses
-    return signature_check(read_log(server.log), server.engine, expected)
