@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -109,7 +108,7 @@ def _status_without_processes(status: ServerStatus) -> ServerStatus:
         return replace(status, word="unclear", trouble=trouble, error=error)
     if boxes:
         trouble = f"{trouble}; " if trouble else ""
-        trouble += _describe(boxes)
+        trouble += ", ".join(f"container {one.name} is {one.state}" for one in boxes)
         return replace(status, word="orphaned", trouble=trouble, containers=boxes)
     if known and known.phase != "ended":
         return replace(status, word="gone", state=_record_gone(status.folder, known), trouble=None)
@@ -145,10 +144,6 @@ def _leftover_containers(folder: Path, known: ServerState | None) -> tuple[Conta
         return containers.find(folder, None) if there else ()
     engine = containers.marked_engine(folder)
     return () if engine is None else containers.find(folder, engine or None)
-
-
-def _describe(boxes: Iterable[ContainerFacts]) -> str:
-    return ", ".join(f"container {one.name} is {one.state}" for one in boxes)
 
 
 def all_processes(folder: Path, known: ServerState | None) -> tuple[Process, ...]:

@@ -157,7 +157,8 @@ class Supervisor:
             while self.status is None and self.why is None:
                 for key, _ in selector.select(self._pause()):
                     if key.data == "wake":
-                        self._woken(wake)
+                        if signal.SIGTERM in os.read(wake, 512):  # SIGCHLD only wakes
+                            self.why = "stopped"
                     elif self.control and not self._listen(self.control):
                         selector.unregister(self.control)
                         self._let_go()
@@ -186,17 +187,16 @@ class Supervisor:
             for source, target in ((nothing, 0), (out, 1), (out, 2)):
                 os.dup2(source, target)
             os.closerange(3, 4096)
-            _set_limits(follower=bool(self.spec.run))
+            core = resource.getrlimit(resource.RLIMIT_CORE)[1]
+            resource.setrlimit(resource.RLIMIT_CORE, (0, core))
+            if not self.spec.run:  # a follower's container has that score itself
+                with contextlib.suppress(OSError):
+                    Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
             os.chdir(self.spec.cwd)
             os.execve(argv[0], list(argv), env)  # noqa: S606 - this is where the argv becomes a process
         except OSError as error:
             os.write(2, f"{argv[0]}: {error.strerror}\n".encode(errors="replace"))
             os._exit(126 if isinstance(error, PermissionError) else 127)
-
-    def _woken(self, wake: int) -> None:
-        """Handle TERM as a request to stop; SIGCHLD only wakes."""
-        if signal.SIGTERM in os.read(wake, 512):
-            self.why = "stopped"
 
     def _listen(self, control: socket.socket) -> bool:
         """Handle messages of `serve`; False once it closed the connection."""
@@ -308,6 +308,10 @@ class Supervisor:
 
     def _finish(self) -> None:
         """Stop everything that still runs and record the end."""
+
+        def below() -> list[Process]:
+            return [p for pid in descendants(os.getpid()) if (p := Process.of(pid))]
+
         if self.status is None:
             grace = self.state.stop_timeout
             if self.why == "memory":
@@ -318,7 +322,7 @@ class Supervisor:
                 first = KILL_CONTAINER if self.why == "memory" else first
                 grace += ENGINE_S
             _end_group(self.child, grace, self._reap, first)
-        end(self._below, grace=LEFTOVERS_S, tick=self._reap)
+        end(below, grace=LEFTOVERS_S, tick=self._reap)
         self._reap()
         self._read_log()
         code = None if self.status is None else os.waitstatus_to_exitcode(self.status)
@@ -326,7 +330,10 @@ class Supervisor:
         says = self._describe_end(code, why)
         ended = Ended(at=state.now(), why=why, code=code, says=says)
         self._note(phase="ended", ended=ended)
-        self._keep_alarms()
+        if self.state.alarms and self.state.record:  # the next launch overwrites the state
+            text = json.dumps(list(self.state.alarms), indent=2) + "\n"
+            with contextlib.suppress(OSError):
+                (Path(self.state.record) / "memory-guard.json").write_text(text)
         state.forget_key(self.folder)
         self._tell({"event": "ended", "says": says, "code": code, "why": why})
 
@@ -362,16 +369,6 @@ class Supervisor:
                         **note}  # fmt: skip
             error = done.stdout.strip() or error
         return {**note, "lost": error}
-
-    def _keep_alarms(self) -> None:
-        """Copy the alarms into the run's folder: the next launch overwrites the state."""
-        if self.state.alarms and self.state.record:
-            text = json.dumps(list(self.state.alarms), indent=2) + "\n"
-            with contextlib.suppress(OSError):
-                (Path(self.state.record) / "memory-guard.json").write_text(text)
-
-    def _below(self) -> list[Process]:
-        return [p for pid in descendants(os.getpid()) if (p := Process.of(pid))]
 
     def _note(self, **changes: object) -> None:
         self.state = replace(self.state, **changes)  # type: ignore[arg-type]
@@ -417,17 +414,6 @@ def _end_group(leader: int, grace: float, reap: Callable[[], None], first: int) 
             if Process.of(leader) is None:
                 return
             time.sleep(0.01)
-
-
-def _set_limits(*, follower: bool) -> None:
-    """Forbid core dumps, and make the kernel prefer this process if memory runs out.
-
-    Not a follower: its container has that score itself.
-    """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    if not follower:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
 
 
 def _signals() -> int:
