@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from bakehouse.errors import HostError, NotHealthy, UsageError
 from bakehouse.lock import Lock
 from bakehouse.memory.fit import find_machine
 from bakehouse.memory.machines import Machine
-from bakehouse.models import digest
+from bakehouse.models import digest, not_passed
 from bakehouse.patch_review import overrides
 from bakehouse.patches import pin as standing
 from bakehouse.patches.pin import PatchRisk
@@ -43,7 +43,6 @@ from bakehouse.server.session import (
     check_gpu_visible,
     identity_digest,
     start_or_reuse,
-    unknown_lines,
 )
 from bakehouse.server.status import get_status
 from bakehouse.server.supervisor import Tail
@@ -103,10 +102,17 @@ def run(ctx: Context, options: Options) -> Outcome:
     parse_port(options.port)
     server_name(recipe.name, options.instance)
     if options.watch:
-        _read_watch(options)
+        from bakehouse.commands import watch  # it imports this module, to restart
+
+        if options.foreground:
+            raise UsageError("--watch cannot be combined with --foreground",
+                             hint="serve it, then: invoke watch --recipe NAME")  # fmt: skip
+        watch.read_wish(watch.Options(recipe=options.recipe, every=options.watch), "--watch")
     if options.dry_run:
         lock = overrides.ensure(ctx, loaded, asked, options.set_, locked=True, fetch=False)
-        return _dry(wanted_server(ctx, loaded, lock, options, key))
+        wanted = wanted_server(ctx, loaded, lock, options, key)
+        lines = [*build_lines(wanted.build), "", *serve_lines(wanted.plan)]
+        return Outcome({"build": wanted.build, "serve": wanted.plan}, "\n".join(lines))
     hidden = [recipe.serve.api_key.env] if recipe.serve.api_key and recipe.serve.api_key.env else []
     with Run.start(ctx, "serve", recipe.name, secrets=[*recipe.secrets, *hidden]) as record:
         if key:
@@ -142,16 +148,6 @@ def _unsound(ctx: Context, lock: Lock, recipe: str, record: Run) -> tuple[PatchR
     return found
 
 
-def _read_watch(options: Options) -> None:
-    """Check the flags of a watch before anything is built. Raises UsageError."""
-    from bakehouse.commands import watch  # it imports this module, to restart
-
-    if options.foreground:
-        raise UsageError("--watch cannot be combined with --foreground",
-                         hint="serve it, then: invoke watch --recipe NAME")  # fmt: skip
-    watch.read_wish(watch.Options(recipe=options.recipe, every=options.watch), "--watch")
-
-
 def _watch(ctx: Context, options: Options, ready: Outcome) -> Outcome:
     """Watch the new server; a failure of it is this task's failure."""
     from bakehouse.commands import watch
@@ -180,18 +176,55 @@ def wanted_server(
 
 
 def prepare(ctx: Context, wanted: Wanted, options: Options, record: Run) -> Wanted:
-    """Fetch and build; return what can be launched. Raises as `run` does."""
+    """Fetch and build; return what can be launched. Raises as `run` does.
+
+    What cannot work is refused as early as it is known, since a fetch and a build may take hours.
+    A server that runs already is not checked for memory, which would be counted twice.
+    """
+    plan, build, lock, recipe = wanted.plan, wanted.build, wanted.lock, wanted.recipe
     risk = options.accept_memory_risk
-    gpus = _compute_capabilities(ctx, wanted)
-    _early(ctx, wanted, record, risk, gpus)
-    weights = ensure_weights(ctx, wanted.loaded, wanted.lock)
-    files = {role: paths.files for role, paths in weights.items()}
-    _admit(ctx, wanted, files, record, risk, gpus)
-    if isinstance(wanted.build, ImagePlan):
-        return wanted.of(ensure_image(ctx, wanted.loaded, wanted.lock, wanted.build, record))
-    provide_toolkit(ctx, wanted.recipe, wanted.lock)
-    ensure_build(ctx, wanted.lock, wanted.build, record)
-    _able(ctx, wanted, wanted.build, record)
+    cuda = build.expected.cuda if isinstance(build, BuildPlan) else None
+    on_gpu = cuda or (plan.container and plan.container.gpus)
+    gpus = list(ctx.compute_capabilities) if on_gpu else []
+
+    def check_known_bad(types: frozenset[str] = frozenset()) -> None:
+        """Refuse or warn about combinations; `types` come from the weights' headers."""
+        toolkit = cuda.toolkit.version if cuda else None
+        found = rules.known_bad(
+            wanted.loaded, lock=lock, toolkit=toolkit, capabilities=gpus, types=types
+        )
+        rules.note(ctx, wanted.loaded, found, record)
+
+    alive = get_status(wanted.folder).alive
+    if not alive:
+        refuse_taken(plan.host, plan.port)
+    check_known_bad()
+    refuse_offline(ctx, lock)
+    if not alive and not risk:
+        model = locate(ctx.places, wanted.loaded.folder, recipe, lock)["model"]
+        refuse_by_size(ctx, recipe, lock, plan.argv, files=model.files)
+    weights = ensure_weights(ctx, wanted.loaded, lock)
+    if not get_status(wanted.folder).alive:
+        files = {role: paths.files for role, paths in weights.items()}
+        admission = admit(ctx, recipe, lock, files, plan.argv, risk_accepted=bool(risk))
+        record.fact("preflight", [check.to_data() for check in admission.checks])
+        record.fact("memory", admission.budget.to_data())
+        check_known_bad(admission.types)
+        if risk:
+            record.fact("memory_risk_accepted", risk)
+    if isinstance(build, ImagePlan):
+        return wanted.of(ensure_image(ctx, wanted.loaded, lock, build, record))
+    provide_toolkit(ctx, recipe, lock)
+    ensure_build(ctx, lock, build, record)
+    if not get_status(wanted.folder).alive:
+        layers = wanted.asked.gpu_layers if isinstance(wanted.asked, Features) else None
+        checks = (
+            *check_flags_supported(ctx, build, plan, wanted.loaded.origin("serve", "command")),
+            *check_gpu_visible(ctx, build, plan, layers),
+        )
+        record.fact("able", [check.to_data() for check in checks])
+        for one in not_passed(checks):
+            ctx.progress.say(f"not known before launch: {one.id}: {one.observed}")
     return wanted
 
 
@@ -199,85 +232,9 @@ def bring(
     ctx: Context, wanted: Wanted, options: Options, record: Run, questions: Asking
 ) -> VerifiedServer:
     """Launch what was prepared, and verify it. Raises as `run` does."""
-    spec = _spec(ctx, wanted, options.foreground)
-    known = known_of(wanted.recipe, wanted.lock, wanted.loaded.folder, spec.digest)
-    return start_or_reuse(ctx, spec, lambda endpoint: questions(endpoint, known), record)
-
-
-def _early(ctx: Context, wanted: Wanted, record: Run, risk: str, gpus: Sequence[str]) -> None:
-    """Refuse early what cannot work, before a fetch and a build that may take hours.
-
-    That is a taken port, a combination known to be bad, weights larger than all memory.
-    """
-    alive = get_status(wanted.folder).alive
-    if not alive:
-        refuse_taken(wanted.plan.host, wanted.plan.port)
-    _known_bad(ctx, wanted, record, gpus)
-    refuse_offline(ctx, wanted.lock)
-    if not alive and not risk:
-        found = locate(ctx.places, wanted.loaded.folder, wanted.recipe, wanted.lock)
-        files = found["model"].files
-        refuse_by_size(ctx, wanted.recipe, wanted.lock, wanted.plan.argv, files=files)
-
-
-def _compute_capabilities(ctx: Context, wanted: Wanted) -> list[str]:
-    """Return those of this machine's GPUs; none if the server does not use a GPU."""
-    box, build = wanted.plan.container, wanted.build
-    on_gpu = build.expected.cuda if isinstance(build, BuildPlan) else box and box.gpus
-    return list(ctx.compute_capabilities) if on_gpu else []
-
-
-def _known_bad(
-    ctx: Context, wanted: Wanted, record: Run, gpus: Sequence[str],
-    types: frozenset[str] = frozenset(),
-) -> None:  # fmt: skip
-    """Refuse or warn about combinations known to be bad; `types` come from the weights' headers."""
-    cuda = wanted.build.expected.cuda if isinstance(wanted.build, BuildPlan) else None
-    toolkit = cuda.toolkit.version if cuda else None
-    found = rules.known_bad(
-        wanted.loaded, lock=wanted.lock, toolkit=toolkit, capabilities=list(gpus), types=types
-    )
-    rules.note(ctx, wanted.loaded, found, record)
-
-
-def _able(ctx: Context, wanted: Wanted, build: BuildPlan, record: Run) -> None:
-    """Check before launch that the built server supports every flag, and sees its GPU."""
-    if get_status(wanted.folder).alive:
-        return
-    origin = wanted.loaded.origin("serve", "command")
-    layers = wanted.asked.gpu_layers if isinstance(wanted.asked, Features) else None
-    checks = (
-        *check_flags_supported(ctx, build, wanted.plan, origin),
-        *check_gpu_visible(ctx, build, wanted.plan, layers),
-    )
-    record.fact("able", [check.to_data() for check in checks])
-    for line in unknown_lines(checks):
-        ctx.progress.say(line)
-
-
-def _admit(
-    ctx: Context, wanted: Wanted, files: Mapping[str, Sequence[str]], record: Run, risk: str,
-    gpus: Sequence[str],
-) -> None:  # fmt: skip
-    """Refuse weights that cannot be served or do not fit, before a build that may take long.
-
-    Not if the server runs already: its memory would be counted twice.
-    """
-    if get_status(wanted.folder).alive:
-        return
-    admission = admit(ctx, wanted.recipe, wanted.lock, files, wanted.plan.argv,
-                      risk_accepted=bool(risk))  # fmt: skip
-    record.fact("preflight", [check.to_data() for check in admission.checks])
-    record.fact("memory", admission.budget.to_data())
-    _known_bad(ctx, wanted, record, gpus, admission.types)
-    if risk:
-        record.fact("memory_risk_accepted", risk)
-
-
-def _spec(ctx: Context, wanted: Wanted, foreground: bool) -> ServerSpec:
     serve, image = wanted.recipe.serve, wanted.image
     sizes = [file.size for pin in wanted.lock.weights.values() for file in pin.files]
-    return ServerSpec(
+    spec = ServerSpec(
         plan=wanted.plan,
         asked=wanted.asked,
         folder=wanted.folder,
@@ -293,8 +250,10 @@ def _spec(ctx: Context, wanted: Wanted, foreground: bool) -> ServerSpec:
         version=image.version or None if image else None,
         weights_size=sum(sizes),
         largest_file=max(sizes, default=0),
-        foreground=foreground,
+        foreground=options.foreground,
     )
+    known = known_of(wanted.recipe, wanted.lock, wanted.loaded.folder, spec.digest)
+    return start_or_reuse(ctx, spec, lambda endpoint: questions(endpoint, known), record)
 
 
 def guard_bounds(guard: MemoryGuard, machine: Machine) -> Bounds | None:
@@ -337,11 +296,6 @@ def api_key(ctx: Context, loaded: LoadedRecipe) -> str | None:
             id="no-key",
         )  # fmt: skip
     return key
-
-
-def _dry(wanted: Wanted) -> Outcome:
-    lines = [*build_lines(wanted.build), "", *serve_lines(wanted.plan)]
-    return Outcome(result={"build": wanted.build, "serve": wanted.plan}, text="\n".join(lines))
 
 
 def _outcome(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from bakehouse.engines.llamacpp.command import Help, judge_flags, parse_help
 from bakehouse.errors import BakehouseError, HostError, Interrupted, NotHealthy, RecipeError
 from bakehouse.host import read_host
 from bakehouse.logscan.catalogue import catalogue
-from bakehouse.models import Check, Verdict, check, digest, not_passed
+from bakehouse.models import Check, Verdict, check, digest
 from bakehouse.plan.types import BuildPlan, ServePlan
 from bakehouse.progress import Bar
 from bakehouse.recipe.types import Origin
@@ -135,11 +135,6 @@ def check_gpu_visible(
             "--set build.cmake.CMAKE_CUDA_ARCHITECTURES=native",
         )  # fmt: skip
     return checks
-
-
-def unknown_lines(checks: Sequence[Check]) -> list[str]:
-    """Describe the checks without a result."""
-    return [f"not known before launch: {one.id}: {one.observed}" for one in not_passed(checks)]
 
 
 @dataclass
