@@ -61,17 +61,15 @@ POLL_BYTES = 4096
 
 def ask_help(ctx: Context, server: str, kept: Path | None = None) -> Help:
     """Return a server's `--help`; a complete one is cached at `kept`."""
-    if kept is not None:
-        with suppress(OSError):
-            found = parse_help(kept.read_text())
-            if found.complete:
-                return found
+    with suppress(OSError):
+        if kept and (found := parse_help(kept.read_text())).complete:
+            return found
     env = environment({"CUDA_VISIBLE_DEVICES": NO_GPU}, ctx.environment)
     done = ctx.processes.capture((server, "--help"), env=env, timeout=ASK_S)
     found = parse_help(done.out)
     if not done.ok:
         return Help(found.entries, complete=False)
-    if found.complete and kept is not None:
+    if found.complete and kept:
         with suppress(OSError):  # without a cache it is asked again
             kept.parent.mkdir(parents=True, exist_ok=True)
             files.write(kept, done.out.encode(), sync=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -276,7 +277,6 @@ def _stop_containers(status: ServerStatus) -> Stopped:
 
 
 def _read(folder: Path) -> ServerState | None:
-    try:
+    with suppress(Unreadable):
         return states.read(folder)
-    except Unreadable:
-        return None
+    return None

@@ -123,7 +123,7 @@ class VerificationResult:
 
 
 def describe_failure(one: Check) -> str:
-    """Return a check that did not pass as one phrase."""
+    """Return a failed check as one phrase."""
     return f"{one.id}: expected {one.expected}; observed {one.observed}"
 
 
@@ -329,21 +329,19 @@ def first_cause(lines: Sequence[str], engine: str, *, died: bool = False) -> Cau
 
     A server that `died` is explained by a fatal line only, not by one that it survived.
     """
-    known = [c for c in severe_findings(lines, engine) if c.severity == Severity.FATAL or not died]
-    if known:
-        return known[0]
-    for number, line in enumerate(lines, start=1):
-        if _ERROR.search(line) and not _NO_ERROR.search(line):
-            return Cause(number, line)
-    return None
+    known = (c for c in severe_findings(lines, engine) if c.severity == Severity.FATAL or not died)
+    errors = (
+        Cause(number, line)
+        for number, line in enumerate(lines, start=1)
+        if _ERROR.search(line) and not _NO_ERROR.search(line)
+    )
+    return next(known, None) or next(errors, None)
 
 
 def last_line(lines: Sequence[str]) -> Cause | None:
     """Return the last line that is not empty: the best there is if nothing explains an end."""
-    for number in range(len(lines), 0, -1):
-        if lines[number - 1].strip():
-            return Cause(number, lines[number - 1])
-    return None
+    numbers = (number for number in range(len(lines), 0, -1) if lines[number - 1].strip())
+    return next((Cause(number, lines[number - 1]) for number in numbers), None)
 
 
 def signature_check(
