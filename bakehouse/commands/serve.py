@@ -59,7 +59,7 @@ Options = flags.Serve
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlannedServer:
     """A planned server, before anything is built or run."""
 
     loaded: LoadedRecipe
@@ -78,7 +78,7 @@ class Wanted:
         """The loaded recipe."""
         return self.loaded.recipe
 
-    def of(self, image: ImageArtifact) -> Wanted:
+    def of(self, image: ImageArtifact) -> PlannedServer:
         """Use the id of the verified image: anybody can move the tag of a built one."""
         box, build = self.plan.container, self.build
         if box and isinstance(build, ImagePlan) and build.dockerfile:
@@ -86,7 +86,7 @@ class Wanted:
         plan = self.plan.model_copy(update={"container": box})
         return replace(self, plan=plan, image=image)
 
-    def knowing(self, unsound: Sequence[PatchRisk]) -> Wanted:
+    def knowing(self, unsound: Sequence[PatchRisk]) -> PlannedServer:
         """Expect the lost features that patches are known to cause: they are reported only."""
         losses = frozenset(loss for one in unsound for loss in one.losses)
         return replace(self, asked=self.asked.model_copy(update={"known_losses": losses}))
@@ -107,10 +107,10 @@ def run(ctx: Context, options: Options) -> Outcome:
         if options.foreground:
             raise UsageError("--watch cannot be combined with --foreground",
                              hint="serve it, then: invoke watch --recipe NAME")  # fmt: skip
-        watch.read_wish(watch.Options(recipe=options.recipe, every=options.watch), "--watch")
+        watch.parse_flags(watch.Options(recipe=options.recipe, every=options.watch), "--watch")
     if options.dry_run:
         lock = overrides.ensure(ctx, loaded, asked, options.set_, locked=True, fetch=False)
-        wanted = wanted_server(ctx, loaded, lock, options, key)
+        wanted = plan_server(ctx, loaded, lock, options, key)
         lines = [*build_lines(wanted.build), "", *serve_lines(wanted.plan)]
         return Outcome({"build": wanted.build, "serve": wanted.plan}, "\n".join(lines))
     hidden = [recipe.serve.api_key.env] if recipe.serve.api_key and recipe.serve.api_key.env else []
@@ -121,7 +121,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         record.pin(lock=digest(lock))
         overrides.record_patches(asked, lock, record)
         unsound = _unsound(ctx, lock, recipe.name, record)
-        wanted = wanted_server(ctx, loaded, lock, options, key).knowing(unsound)
+        wanted = plan_server(ctx, loaded, lock, options, key).knowing(unsound)
         wanted = prepare(ctx, wanted, options, record)
         ready = bring(
             ctx, wanted, options, record,
@@ -164,18 +164,18 @@ def _watch(ctx: Context, options: Options, ready: Outcome) -> Outcome:
     )  # fmt: skip
 
 
-def wanted_server(
+def plan_server(
     ctx: Context, loaded: LoadedRecipe, lock: Lock, options: Options, key: str | None
-) -> Wanted:
+) -> PlannedServer:
     """Plan build and server, so that errors are found before anything is fetched."""
     here = inspect_host(ctx, loaded.recipe, lock)
     port = parse_port(options.port)
     plan, asked = make_plan(loaded, lock, here, ctx.places, host=options.host or None, port=port)
     folder = ctx.places.servers / server_name(loaded.recipe.name, options.instance)
-    return Wanted(loaded, lock, plan.build, plan.serve, asked, key, folder)
+    return PlannedServer(loaded, lock, plan.build, plan.serve, asked, key, folder)
 
 
-def prepare(ctx: Context, wanted: Wanted, options: Options, record: Run) -> Wanted:
+def prepare(ctx: Context, wanted: PlannedServer, options: Options, record: Run) -> PlannedServer:
     """Fetch and build; return what can be launched. Raises as `run` does.
 
     What cannot work is refused as early as it is known, since a fetch and a build may take hours.
@@ -229,7 +229,7 @@ def prepare(ctx: Context, wanted: Wanted, options: Options, record: Run) -> Want
 
 
 def bring(
-    ctx: Context, wanted: Wanted, options: Options, record: Run, questions: Asking
+    ctx: Context, wanted: PlannedServer, options: Options, record: Run, questions: Asking
 ) -> VerifiedServer:
     """Launch what was prepared, and verify it. Raises as `run` does."""
     serve, image = wanted.recipe.serve, wanted.image
@@ -299,7 +299,7 @@ def api_key(ctx: Context, loaded: LoadedRecipe) -> str | None:
 
 
 def _outcome(
-    ctx: Context, wanted: Wanted, ready: VerifiedServer, record: Path, unsound: list[str]
+    ctx: Context, wanted: PlannedServer, ready: VerifiedServer, record: Path, unsound: list[str]
 ) -> Outcome:
     server, evidence = ready.server, ready.evidence
     stop = f"invoke stop --recipe {wanted.folder.name}"

@@ -53,7 +53,7 @@ class WatchOptions:
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Watch a server. Exit 0 if every round was right, else the code of the last failure."""
-    parsed = read_wish(options)
+    parsed = parse_flags(options)
     # Check now what a failure would need, when nobody looks any more.
     if parsed.command:
         _check_runnable(ctx, parsed.command)
@@ -82,7 +82,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     return Outcome(result, watch.summary, record.judged, error=error)
 
 
-def read_wish(options: Options, flag: str = "--every") -> WatchOptions:
+def parse_flags(options: Options, flag: str = "--every") -> WatchOptions:
     """Parse the flags; `flag` names the one that gave the interval. Raises UsageError."""
     try:
         every = parse_duration(options.every)

@@ -120,7 +120,7 @@ class Supervisor:
     def __init__(self, folder: Path, control: socket.socket) -> None:
         self.folder = folder
         self.control: socket.socket | None = control
-        self.heard = b""
+        self.received = b""
         self.spec = SupervisorInput.from_json(self._line(wait=True))
         self.state: ServerState = self.spec.state
         self.child = 0
@@ -147,7 +147,7 @@ class Supervisor:
         self._note(keeper=Process.of(os.getpid()), server=Process.of(self.child))
         if self.written is None:
             raise SystemExit("cannot write the server's state")  # nobody could find it again
-        self._tell({"event": "started", "pid": self.child})
+        self._send({"event": "started", "pid": self.child})
         # When memory runs out we must not wait for our own pages; not all users may lock them.
         self.libc.mlockall(MCL_CURRENT | MCL_ONFAULT)
         with selectors.DefaultSelector() as selector:
@@ -168,7 +168,7 @@ class Supervisor:
 
     def _start(self) -> int:
         """Fork the server into its own session; it dies with this process."""
-        keeper = os.getpid()
+        supervisor = os.getpid()
         out = os.open(self.folder / "server.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         argv, env = self.spec.run or self.spec.state.argv, self.spec.env
@@ -180,7 +180,7 @@ class Supervisor:
         try:
             os.setsid()
             self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != keeper:
+            if os.getppid() != supervisor:
                 os._exit(137)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
                 signal.signal(number, signal.SIG_DFL)
@@ -206,8 +206,8 @@ class Supervisor:
             return True
         except OSError:
             chunk = b""
-        self.heard += chunk
-        while b"\n" in self.heard:
+        self.received += chunk
+        while b"\n" in self.received:
             message = json.loads(self._line())
             if message["do"] == "port":
                 self._note(port=int(message["port"]))
@@ -226,15 +226,15 @@ class Supervisor:
         if self.written is None:
             self.why, self.says = "refused", "its verification could not be recorded"
         else:
-            self._tell({"event": "proven"})
+            self._send({"event": "proven"})
 
     def _line(self, *, wait: bool = False) -> str:
-        while wait and self.control and b"\n" not in self.heard:
+        while wait and self.control and b"\n" not in self.received:
             chunk = self.control.recv(65536)
             if not chunk:
                 raise SystemExit(0)
-            self.heard += chunk
-        line, _, self.heard = self.heard.partition(b"\n")
+            self.received += chunk
+        line, _, self.received = self.received.partition(b"\n")
         return line.decode()
 
     def _let_go(self) -> None:
@@ -278,7 +278,7 @@ class Supervisor:
             self.patience = alarm.patience(MEMORY_GRACE_S)
         else:
             self._save(sync=False)  # a disk that swaps could block us
-        self._tell({"event": "alarm", "alarm": noted})
+        self._send({"event": "alarm", "alarm": noted})
 
     def _read_log(self) -> None:
         """Record log findings since the verification, which reads the log up to then itself.
@@ -335,7 +335,7 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 (Path(self.state.record) / "memory-guard.json").write_text(text)
         state.forget_key(self.folder)
-        self._tell({"event": "ended", "says": says, "code": code, "why": why})
+        self._send({"event": "ended", "says": says, "code": code, "why": why})
 
     def _describe_end(self, code: int | None, why: str) -> str:
         """Describe how it ended, by its container's note if it has one."""
@@ -384,7 +384,7 @@ class Supervisor:
             state.write(self.folder, self.state, sync=sync)
             self.written = state.mark(self.folder)
 
-    def _tell(self, message: dict[str, object]) -> None:
+    def _send(self, message: dict[str, object]) -> None:
         if self.control:
             try:
                 self.control.sendall(json.dumps(message).encode() + b"\n")
