@@ -166,9 +166,15 @@ class Watch:
             one = monitor.check_once()
             self._add(one, record)
             if one.error:
-                if not self._act(one, record):
+                action = self._parsed.action
+                if action == "stop" and self.target.server:
+                    self._did(stop(self.target.server.folder).says, record)
+                if action in ("stop", "end"):
                     return
-                if self._parsed.action == "restart":
+                if action == "command":
+                    self._run_command(one, record)
+                else:
+                    self._restart(record)
                     monitor = Monitor(self._ctx, self._watched(record))
             if self._parsed.count and self._total >= self._parsed.count:
                 return
@@ -200,17 +206,6 @@ class Watch:
             record.fact(name, value)
         record.save()
         self._ctx.progress.say(f"{one.at}  {one.word:6}  {one.says}  ({one.seconds:.1f} s)")
-
-    def _act(self, one: Round, record: Run) -> bool:
-        """Do what --on-failure says; False if the watch ends."""
-        action = self._parsed.action
-        if action == "command":
-            self._run_command(one, record)
-        elif action == "restart":
-            self._restart(record)
-        elif action == "stop" and self.target.server:
-            self._did(stop(self.target.server.folder).says, record)
-        return action in ("command", "restart")
 
     def _did(self, what: str, record: Run) -> None:
         self._actions.append(what)
