@@ -403,6 +403,7 @@ def _start(ctx: Context, spec: ServerSpec, questions: Prove, notes: Run) -> Veri
     finally:
         if not keep:
             _record(notes, None, evidence)
+        connection.poll()  # an alarm may be waiting, if the guard stopped the server
         if connection.alarms:
             notes.fact("memory_guard", connection.alarms)
         if not (keep and spec.foreground):
