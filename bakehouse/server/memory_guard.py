@@ -217,16 +217,14 @@ class Guard:
         if now.available >= bounds.warn:
             return None  # there is memory left, so stalls and swapping have another cause
         soon = now.available - rates.falling * AHEAD_S
-        reasons = (
-            (rates.kills > 0, "the kernel has started to kill processes"),
-            (soon < bounds.stop, f"falling by {amount(rates.falling)} per second"),
-            (
-                rates.stall > bounds.stall,
-                f"all tasks stalled on memory {rates.stall:.0%} of the time (PSI full)",
-            ),
-            (rates.swap > bounds.swap > 0, f"swapping {amount(rates.swap)} per second"),
-        )
-        return next((reason for holds, reason in reasons if holds), None)
+        if rates.kills:
+            return "the kernel has started to kill processes"
+        if soon < bounds.stop:
+            return f"falling by {amount(rates.falling)} per second"
+        if rates.stall > bounds.stall:
+            return f"all tasks stalled on memory {rates.stall:.0%} of the time (PSI full)"
+        swapping = rates.swap > bounds.swap > 0
+        return f"swapping {amount(rates.swap)} per second" if swapping else None
 
     def _alarm(self, kind: str, why: str, now: Reading, rates: Rates) -> Alarm:
         figures = {

@@ -95,8 +95,17 @@ def get_status(folder: Path, *, inside: bool = True) -> ServerStatus:
         status = replace(status, word="unclear", trouble=trouble or "its state is missing")
     elif known.phase == "proven" and known.server_alive:
         status = replace(status, word="running")
-    if inside and known and known.container and known.phase != "ended":
-        return _container_status(status, known.container, known.docker)
+    if not (inside and known and known.container and known.phase != "ended"):
+        return status
+    container = known.container
+    try:
+        box = containers.ask(known.docker, lambda docker: docker.container(container))
+    except HostError as error:
+        trouble = f"the status of its container is not known: {error.what}"
+        return replace(status, word="unclear", trouble=trouble, error=error)
+    if box and box.state == "paused" and status.word in ("running", "starting"):
+        trouble = f"somebody paused its container; resume it with: docker unpause {box.name}"
+        return replace(status, word="paused", trouble=trouble)
     return status
 
 
@@ -114,18 +123,6 @@ def _status_without_processes(status: ServerStatus) -> ServerStatus:
     if known and known.phase != "ended":
         return replace(status, word="gone", state=_record_gone(status.folder, known), trouble=None)
     return replace(status, word="gone" if trouble else "ended")
-
-
-def _container_status(status: ServerStatus, container: str, engine: str | None) -> ServerStatus:
-    try:
-        box = containers.ask(engine, lambda docker: docker.container(container))
-    except HostError as error:
-        trouble = f"the status of its container is not known: {error.what}"
-        return replace(status, word="unclear", trouble=trouble, error=error)
-    if box and box.state == "paused" and status.word in ("running", "starting"):
-        trouble = f"somebody paused its container; resume it with: docker unpause {box.name}"
-        return replace(status, word="paused", trouble=trouble)
-    return status
 
 
 def _leftover_containers(folder: Path, known: ServerState | None) -> tuple[ContainerFacts, ...]:
@@ -161,7 +158,7 @@ def all_processes(folder: Path, known: ServerState | None) -> tuple[Process, ...
             and (is_supervisor(p, folder) or any(known.nonce in part for part in p.command))
         }  # fmt: skip
     for process in tuple(found):
-        found |= {p for pid in descendants(process.pid) if (p := Process.of(pid))}
+        found.update(filter(None, map(Process.of, descendants(process.pid))))
     others = {os.getpid(), os.getppid(), 1}
     return tuple(sorted((p for p in found if p.pid not in others), key=lambda p: p.pid))
 
