@@ -196,7 +196,7 @@ def test_judge_flag_that_comes_with_the_patch(
             raise error
         return ()
 
-    monkeypatch.setattr(serve, "know_flags", know)
+    monkeypatch.setattr(serve, "check_flags_supported", know)
     found = judged()
     assert found.judged.word == "experimental"
     assert "it does not accept the command: serve.command: no --new-flag" in found.judged.reasons[0]
