@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from bakehouse.errors import BakehouseError
+from bakehouse.host import Gpu, read_gpus
 from bakehouse.models import Check
 from bakehouse.paths import Places
 from bakehouse.progress import Progress, Silent
@@ -34,6 +36,16 @@ class Context:
     progress: Progress = field(default_factory=Silent)
     redactor: Redactor = field(default_factory=Redactor)
     """Knows all secrets seen so far; records, logs and all output pass through it."""
+
+    @cached_property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """This machine's GPUs: nvidia-smi runs at most once a command."""
+        return read_gpus(self.processes)
+
+    @property
+    def compute_capabilities(self) -> tuple[str, ...]:
+        """Those of this machine's GPUs, such as 12.1, in their order."""
+        return tuple(gpu.compute_capability for gpu in self.gpus)
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,3 @@ def read_gpus(processes: Processes) -> tuple[Gpu, ...]:
     """Query the driver with nvidia-smi; empty without a driver or a GPU."""
     answer = processes.capture(GPU_QUERY, env=environment(), timeout=20)
     return parse_gpus(answer.out) if answer.ok else ()
-
-
-def compute_capabilities(processes: Processes) -> tuple[str, ...]:
-    """Compute capabilities of this machine's GPUs, such as 12.1, in their order."""
-    return tuple(gpu.compute_capability for gpu in read_gpus(processes))

@@ -30,7 +30,6 @@ from bakehouse.cuda.verify import accept_artifact, accept_devices, covers, find_
 from bakehouse.engines.base import Configured
 from bakehouse.engines.llamacpp.cmake import RULES, decisive, git_stand_in, refuse_cuda
 from bakehouse.errors import BakehouseError, BuildFailed, HostError
-from bakehouse.host import read_gpus
 from bakehouse.lock import Lock
 from bakehouse.models import Check, check, not_passed, to_json
 from bakehouse.patches.source_tree import ensure_tree, materialise
@@ -283,7 +282,7 @@ def devices(ctx: Context, plan: BuildPlan, run: Run) -> tuple[Check, ...]:
 
     A build for another machine's GPU is not checked here. Raises BuildFailed.
     """
-    gpus = read_gpus(ctx.processes) if plan.expected.cuda else ()
+    gpus = ctx.gpus if plan.expected.cuda else ()
     file = find_cuda_file(Path(plan.work) / "stage") if gpus else None
     if file is None:
         return ()

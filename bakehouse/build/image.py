@@ -41,7 +41,6 @@ from bakehouse.engines.vllm.image_probe import (
     summary,
 )
 from bakehouse.errors import BakehouseError, BuildFailed, HostError
-from bakehouse.host import read_gpus
 from bakehouse.lock import Lock
 from bakehouse.models import Check, Frozen, check, digest, to_json
 from bakehouse.plan.image import CUDA_ROOT, SCRIPTS, base_name, expected_of, script
@@ -610,7 +609,7 @@ def _ask_version(job: DockerBuild, spec: ContainerSpec, stub: Path | None) -> An
 
 def _check_devices(job: DockerBuild, image: str, copies: Path) -> tuple[Check, ...]:
     """Let the image's server list its devices, if it has code for a GPU of this machine."""
-    gpus = read_gpus(job.ctx.processes)
+    gpus = job.ctx.gpus
     file = find_cuda_file(copies)
     embedded = read_cuda_file(file).embedded if file else frozenset()
     if not any(covers(embedded, gpu.compute_capability) for gpu in gpus):

@@ -14,7 +14,7 @@ from pathlib import Path
 from bakehouse import flags
 from bakehouse.context import Context, Outcome
 from bakehouse.errors import HostError
-from bakehouse.host import Gpu, HostFacts, read_gpus, read_host
+from bakehouse.host import Gpu, HostFacts, read_host
 from bakehouse.models import Check, check
 from bakehouse.system.process import environment
 from bakehouse.toolchain import Tool, look_over
@@ -47,7 +47,7 @@ class Line:
 
 def run(ctx: Context, _options: Options) -> Outcome:
     """Check everything; exit 9 if something is missing that CPU recipes need."""
-    host, gpus = read_host(), read_gpus(ctx.processes)
+    host, gpus = read_host(), ctx.gpus
     needed = [
         *_machine(host),
         _folder("cache", ctx.places.cache, DISK),

@@ -49,7 +49,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     if options.machine and options.host not in (None, options.machine):
         raise UsageError("--machine and --host name two machines", hint="use --machine alone")
     profile = options.machine or options.host
-    machine = named_machine(profile) if profile else find_machine(ctx.processes)
+    machine = named_machine(profile) if profile else find_machine(ctx)
     speculation = _factor(options.speculation)
     budget: Budget | None = None
     if options.hub:

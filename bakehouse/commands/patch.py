@@ -556,11 +556,11 @@ class _Server:
             expected = engine_of(engine).asked_for(wanted.asked)
             return problem, log, read_log(log, engine, self._workload.patterns, own, expected)
 
-    def _wanted(self) -> serve.Wanted:
+    def _wanted(self) -> serve.PlannedServer:
         key = serve.api_key(self._ctx, self._case.loaded)
         if key:
             self._ctx.redactor.add(key)
-        return serve.wanted_server(self._ctx, self._loaded, self._lock, self._options, key)
+        return serve.plan_server(self._ctx, self._loaded, self._lock, self._options, key)
 
     @contextmanager
     def _run(self) -> Iterator[Run]:

@@ -112,7 +112,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     rules.refuse(loaded, bad)
     memory = None
     if weights:
-        machine = find_machine(ctx.processes)
+        machine = find_machine(ctx)
         memory = recipe_budget(machine, loaded.recipe, weights, plan.serve.argv)
     checks = (*checks, *(memory.checks() if memory else ()), *bad)
     lines += ["", *(table(memory).splitlines() if memory else ["memory: the weights are damaged"])]

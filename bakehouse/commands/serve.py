@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,10 @@ from bakehouse.context import Context, Outcome
 from bakehouse.engines.base import Requirements
 from bakehouse.engines.llamacpp.command import Features
 from bakehouse.errors import HostError, NotHealthy, UsageError
-from bakehouse.host import compute_capabilities
 from bakehouse.lock import Lock
 from bakehouse.memory.fit import find_machine
 from bakehouse.memory.machines import Machine
-from bakehouse.models import digest
+from bakehouse.models import digest, not_passed
 from bakehouse.patch_review import overrides
 from bakehouse.patches import pin as standing
 from bakehouse.patches.pin import PatchRisk
@@ -37,7 +36,6 @@ from bakehouse.recipe.loader import LoadedRecipe, find
 from bakehouse.recipe.models import MemoryGuard, Recipe
 from bakehouse.runs.store import Run
 from bakehouse.server.launcher import ServerSpec, SupervisorConnection, refuse_taken
-from bakehouse.server.log_tail import Tail
 from bakehouse.server.memory_guard import Bounds
 from bakehouse.server.session import (
     VerifiedServer,
@@ -45,9 +43,9 @@ from bakehouse.server.session import (
     check_gpu_visible,
     identity_digest,
     start_or_reuse,
-    unknown_lines,
 )
 from bakehouse.server.status import get_status
+from bakehouse.server.supervisor import Tail
 from bakehouse.sources.weights import ensure as ensure_weights
 from bakehouse.sources.weights import locate, refuse_offline
 
@@ -61,7 +59,7 @@ Options = flags.Serve
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlannedServer:
     """A planned server, before anything is built or run."""
 
     loaded: LoadedRecipe
@@ -80,7 +78,7 @@ class Wanted:
         """The loaded recipe."""
         return self.loaded.recipe
 
-    def of(self, image: ImageArtifact) -> Wanted:
+    def of(self, image: ImageArtifact) -> PlannedServer:
         """Use the id of the verified image: anybody can move the tag of a built one."""
         box, build = self.plan.container, self.build
         if box and isinstance(build, ImagePlan) and build.dockerfile:
@@ -88,7 +86,7 @@ class Wanted:
         plan = self.plan.model_copy(update={"container": box})
         return replace(self, plan=plan, image=image)
 
-    def knowing(self, unsound: Sequence[PatchRisk]) -> Wanted:
+    def knowing(self, unsound: Sequence[PatchRisk]) -> PlannedServer:
         """Expect the lost features that patches are known to cause: they are reported only."""
         losses = frozenset(loss for one in unsound for loss in one.losses)
         return replace(self, asked=self.asked.model_copy(update={"known_losses": losses}))
@@ -104,10 +102,17 @@ def run(ctx: Context, options: Options) -> Outcome:
     parse_port(options.port)
     server_name(recipe.name, options.instance)
     if options.watch:
-        _read_watch(options)
+        from bakehouse.commands import watch  # it imports this module, to restart
+
+        if options.foreground:
+            raise UsageError("--watch cannot be combined with --foreground",
+                             hint="serve it, then: invoke watch --recipe NAME")  # fmt: skip
+        watch.parse_flags(watch.Options(recipe=options.recipe, every=options.watch), "--watch")
     if options.dry_run:
         lock = overrides.ensure(ctx, loaded, asked, options.set_, locked=True, fetch=False)
-        return _dry(wanted_server(ctx, loaded, lock, options, key))
+        wanted = plan_server(ctx, loaded, lock, options, key)
+        lines = [*build_lines(wanted.build), "", *serve_lines(wanted.plan)]
+        return Outcome({"build": wanted.build, "serve": wanted.plan}, "\n".join(lines))
     hidden = [recipe.serve.api_key.env] if recipe.serve.api_key and recipe.serve.api_key.env else []
     with Run.start(ctx, "serve", recipe.name, secrets=[*recipe.secrets, *hidden]) as record:
         if key:
@@ -116,7 +121,7 @@ def run(ctx: Context, options: Options) -> Outcome:
         record.pin(lock=digest(lock))
         overrides.record_patches(asked, lock, record)
         unsound = _unsound(ctx, lock, recipe.name, record)
-        wanted = wanted_server(ctx, loaded, lock, options, key).knowing(unsound)
+        wanted = plan_server(ctx, loaded, lock, options, key).knowing(unsound)
         wanted = prepare(ctx, wanted, options, record)
         ready = bring(
             ctx, wanted, options, record,
@@ -143,16 +148,6 @@ def _unsound(ctx: Context, lock: Lock, recipe: str, record: Run) -> tuple[PatchR
     return found
 
 
-def _read_watch(options: Options) -> None:
-    """Check the flags of a watch before anything is built. Raises UsageError."""
-    from bakehouse.commands import watch  # it imports this module, to restart
-
-    if options.foreground:
-        raise UsageError("--watch cannot be combined with --foreground",
-                         hint="serve it, then: invoke watch --recipe NAME")  # fmt: skip
-    watch.read_wish(watch.Options(recipe=options.recipe, every=options.watch), "--watch")
-
-
 def _watch(ctx: Context, options: Options, ready: Outcome) -> Outcome:
     """Watch the new server; a failure of it is this task's failure."""
     from bakehouse.commands import watch
@@ -169,116 +164,77 @@ def _watch(ctx: Context, options: Options, ready: Outcome) -> Outcome:
     )  # fmt: skip
 
 
-def wanted_server(
+def plan_server(
     ctx: Context, loaded: LoadedRecipe, lock: Lock, options: Options, key: str | None
-) -> Wanted:
+) -> PlannedServer:
     """Plan build and server, so that errors are found before anything is fetched."""
     here = inspect_host(ctx, loaded.recipe, lock)
     port = parse_port(options.port)
     plan, asked = make_plan(loaded, lock, here, ctx.places, host=options.host or None, port=port)
     folder = ctx.places.servers / server_name(loaded.recipe.name, options.instance)
-    return Wanted(loaded, lock, plan.build, plan.serve, asked, key, folder)
+    return PlannedServer(loaded, lock, plan.build, plan.serve, asked, key, folder)
 
 
-def prepare(ctx: Context, wanted: Wanted, options: Options, record: Run) -> Wanted:
-    """Fetch and build; return what can be launched. Raises as `run` does."""
+def prepare(ctx: Context, wanted: PlannedServer, options: Options, record: Run) -> PlannedServer:
+    """Fetch and build; return what can be launched. Raises as `run` does.
+
+    What cannot work is refused as early as it is known, since a fetch and a build may take hours.
+    A server that runs already is not checked for memory, which would be counted twice.
+    """
+    plan, build, lock, recipe = wanted.plan, wanted.build, wanted.lock, wanted.recipe
     risk = options.accept_memory_risk
-    gpus = _compute_capabilities(ctx, wanted)
-    _early(ctx, wanted, record, risk, gpus)
-    weights = ensure_weights(ctx, wanted.loaded, wanted.lock)
-    files = {role: paths.files for role, paths in weights.items()}
-    _admit(ctx, wanted, files, record, risk, gpus)
-    if isinstance(wanted.build, ImagePlan):
-        return wanted.of(ensure_image(ctx, wanted.loaded, wanted.lock, wanted.build, record))
-    provide_toolkit(ctx, wanted.recipe, wanted.lock)
-    ensure_build(ctx, wanted.lock, wanted.build, record)
-    _able(ctx, wanted, wanted.build, record)
+    cuda = build.expected.cuda if isinstance(build, BuildPlan) else None
+    on_gpu = cuda or (plan.container and plan.container.gpus)
+    gpus = list(ctx.compute_capabilities) if on_gpu else []
+
+    def check_known_bad(types: frozenset[str] = frozenset()) -> None:
+        """Refuse or warn about combinations; `types` come from the weights' headers."""
+        toolkit = cuda.toolkit.version if cuda else None
+        found = rules.known_bad(
+            wanted.loaded, lock=lock, toolkit=toolkit, capabilities=gpus, types=types
+        )
+        rules.note(ctx, wanted.loaded, found, record)
+
+    alive = get_status(wanted.folder).alive
+    if not alive:
+        refuse_taken(plan.host, plan.port)
+    check_known_bad()
+    refuse_offline(ctx, lock)
+    if not alive and not risk:
+        model = locate(ctx.places, wanted.loaded.folder, recipe, lock)["model"]
+        refuse_by_size(ctx, recipe, lock, plan.argv, files=model.files)
+    weights = ensure_weights(ctx, wanted.loaded, lock)
+    if not get_status(wanted.folder).alive:
+        files = {role: paths.files for role, paths in weights.items()}
+        admission = admit(ctx, recipe, lock, files, plan.argv, risk_accepted=bool(risk))
+        record.fact("preflight", [check.to_data() for check in admission.checks])
+        record.fact("memory", admission.budget.to_data())
+        check_known_bad(admission.types)
+        if risk:
+            record.fact("memory_risk_accepted", risk)
+    if isinstance(build, ImagePlan):
+        return wanted.of(ensure_image(ctx, wanted.loaded, lock, build, record))
+    provide_toolkit(ctx, recipe, lock)
+    ensure_build(ctx, lock, build, record)
+    if not get_status(wanted.folder).alive:
+        layers = wanted.asked.gpu_layers if isinstance(wanted.asked, Features) else None
+        checks = (
+            *check_flags_supported(ctx, build, plan, wanted.loaded.origin("serve", "command")),
+            *check_gpu_visible(ctx, build, plan, layers),
+        )
+        record.fact("able", [check.to_data() for check in checks])
+        for one in not_passed(checks):
+            ctx.progress.say(f"not known before launch: {one.id}: {one.observed}")
     return wanted
 
 
 def bring(
-    ctx: Context, wanted: Wanted, options: Options, record: Run, questions: Asking
+    ctx: Context, wanted: PlannedServer, options: Options, record: Run, questions: Asking
 ) -> VerifiedServer:
     """Launch what was prepared, and verify it. Raises as `run` does."""
-    spec = _spec(ctx, wanted, options.foreground)
-    known = known_of(wanted.recipe, wanted.lock, wanted.loaded.folder, spec.digest)
-    return start_or_reuse(ctx, spec, lambda endpoint: questions(endpoint, known), record)
-
-
-def _early(ctx: Context, wanted: Wanted, record: Run, risk: str, gpus: Sequence[str]) -> None:
-    """Refuse early what cannot work, before a fetch and a build that may take hours.
-
-    That is a taken port, a combination known to be bad, weights larger than all memory.
-    """
-    alive = get_status(wanted.folder).alive
-    if not alive:
-        refuse_taken(wanted.plan.host, wanted.plan.port)
-    _known_bad(ctx, wanted, record, gpus)
-    refuse_offline(ctx, wanted.lock)
-    if not alive and not risk:
-        found = locate(ctx.places, wanted.loaded.folder, wanted.recipe, wanted.lock)
-        files = found["model"].files
-        refuse_by_size(ctx, wanted.recipe, wanted.lock, wanted.plan.argv, files=files)
-
-
-def _compute_capabilities(ctx: Context, wanted: Wanted) -> list[str]:
-    """Return those of this machine's GPUs; none if the server does not use a GPU."""
-    box, build = wanted.plan.container, wanted.build
-    on_gpu = build.expected.cuda if isinstance(build, BuildPlan) else box and box.gpus
-    return list(compute_capabilities(ctx.processes)) if on_gpu else []
-
-
-def _known_bad(
-    ctx: Context, wanted: Wanted, record: Run, gpus: Sequence[str],
-    types: frozenset[str] = frozenset(),
-) -> None:  # fmt: skip
-    """Refuse or warn about combinations known to be bad; `types` come from the weights' headers."""
-    cuda = wanted.build.expected.cuda if isinstance(wanted.build, BuildPlan) else None
-    toolkit = cuda.toolkit.version if cuda else None
-    found = rules.known_bad(
-        wanted.loaded, lock=wanted.lock, toolkit=toolkit, capabilities=list(gpus), types=types
-    )
-    rules.note(ctx, wanted.loaded, found, record)
-
-
-def _able(ctx: Context, wanted: Wanted, build: BuildPlan, record: Run) -> None:
-    """Check before launch that the built server supports every flag, and sees its GPU."""
-    if get_status(wanted.folder).alive:
-        return
-    origin = wanted.loaded.origin("serve", "command")
-    layers = wanted.asked.gpu_layers if isinstance(wanted.asked, Features) else None
-    checks = (
-        *check_flags_supported(ctx, build, wanted.plan, origin),
-        *check_gpu_visible(ctx, build, wanted.plan, layers),
-    )
-    record.fact("able", [check.to_data() for check in checks])
-    for line in unknown_lines(checks):
-        ctx.progress.say(line)
-
-
-def _admit(
-    ctx: Context, wanted: Wanted, files: Mapping[str, Sequence[str]], record: Run, risk: str,
-    gpus: Sequence[str],
-) -> None:  # fmt: skip
-    """Refuse weights that cannot be served or do not fit, before a build that may take long.
-
-    Not if the server runs already: its memory would be counted twice.
-    """
-    if get_status(wanted.folder).alive:
-        return
-    admission = admit(ctx, wanted.recipe, wanted.lock, files, wanted.plan.argv,
-                      risk_accepted=bool(risk))  # fmt: skip
-    record.fact("preflight", [check.to_data() for check in admission.checks])
-    record.fact("memory", admission.budget.to_data())
-    _known_bad(ctx, wanted, record, gpus, admission.types)
-    if risk:
-        record.fact("memory_risk_accepted", risk)
-
-
-def _spec(ctx: Context, wanted: Wanted, foreground: bool) -> ServerSpec:
     serve, image = wanted.recipe.serve, wanted.image
     sizes = [file.size for pin in wanted.lock.weights.values() for file in pin.files]
-    return ServerSpec(
+    spec = ServerSpec(
         plan=wanted.plan,
         asked=wanted.asked,
         folder=wanted.folder,
@@ -288,14 +244,16 @@ def _spec(ctx: Context, wanted: Wanted, foreground: bool) -> ServerSpec:
         stop_timeout=serve.stop_timeout,
         ready_timeout=serve.ready_timeout,
         stall_timeout=serve.stall_timeout,
-        guard=guard_bounds(serve.guard, find_machine(ctx.processes)),
+        guard=guard_bounds(serve.guard, find_machine(ctx)),
         key=wanted.key,
         image=image.id if image else None,
         version=image.version or None if image else None,
         weights_size=sum(sizes),
         largest_file=max(sizes, default=0),
-        foreground=foreground,
+        foreground=options.foreground,
     )
+    known = known_of(wanted.recipe, wanted.lock, wanted.loaded.folder, spec.digest)
+    return start_or_reuse(ctx, spec, lambda endpoint: questions(endpoint, known), record)
 
 
 def guard_bounds(guard: MemoryGuard, machine: Machine) -> Bounds | None:
@@ -340,13 +298,8 @@ def api_key(ctx: Context, loaded: LoadedRecipe) -> str | None:
     return key
 
 
-def _dry(wanted: Wanted) -> Outcome:
-    lines = [*build_lines(wanted.build), "", *serve_lines(wanted.plan)]
-    return Outcome(result={"build": wanted.build, "serve": wanted.plan}, text="\n".join(lines))
-
-
 def _outcome(
-    ctx: Context, wanted: Wanted, ready: VerifiedServer, record: Path, unsound: list[str]
+    ctx: Context, wanted: PlannedServer, ready: VerifiedServer, record: Path, unsound: list[str]
 ) -> Outcome:
     server, evidence = ready.server, ready.evidence
     stop = f"invoke stop --recipe {wanted.folder.name}"

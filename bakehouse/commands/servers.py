@@ -23,8 +23,8 @@ from bakehouse.resolver import lock_path, read_lock
 from bakehouse.runs.store import Run
 from bakehouse.server.containers import MARKED, clear_questions, recent_timeout
 from bakehouse.server.launcher import kept_key
-from bakehouse.server.log_tail import Tail
 from bakehouse.server.status import ServerStatus, engine_error, folders, get_status, stop
+from bakehouse.server.supervisor import Tail
 from bakehouse.server.verification import ServerHandle, url_of
 from bakehouse.system.http import Unreachable, web_fault
 

@@ -53,7 +53,7 @@ class WatchOptions:
 
 def run(ctx: Context, options: Options) -> Outcome:
     """Watch a server. Exit 0 if every round was right, else the code of the last failure."""
-    parsed = read_wish(options)
+    parsed = parse_flags(options)
     # Check now what a failure would need, when nobody looks any more.
     if parsed.command:
         _check_runnable(ctx, parsed.command)
@@ -62,7 +62,7 @@ def run(ctx: Context, options: Options) -> Outcome:
     watch = Watch(ctx, options, parsed)
     error: BakehouseError | None = None
     try:
-        with Run.start(ctx, "watch", watch.name, secrets=watch.target.secrets) as record:
+        with Run.start(ctx, "watch", watch.target.recipe, secrets=watch.target.secrets) as record:
             try:
                 watch.go(record)
             except KeyboardInterrupt as signal:
@@ -75,10 +75,14 @@ def run(ctx: Context, options: Options) -> Outcome:
             record.finish(watch.summary)
     except (NotCorrect, NotHealthy) as failed:
         error = failed
-    return Outcome(watch.result(record), watch.summary, record.judged, error=error)
+    result = {
+        "url": watch.target.endpoint.url, "recipe": watch.target.recipe, **watch.progress(),
+        "record": str(record.folder),
+    }  # fmt: skip
+    return Outcome(result, watch.summary, record.judged, error=error)
 
 
-def read_wish(options: Options, flag: str = "--every") -> WatchOptions:
+def parse_flags(options: Options, flag: str = "--every") -> WatchOptions:
     """Parse the flags; `flag` names the one that gave the interval. Raises UsageError."""
     try:
         every = parse_duration(options.every)
@@ -135,11 +139,6 @@ class Watch:
         self.error: BakehouseError | None = None
 
     @property
-    def name(self) -> str | None:
-        """The recipe's name."""
-        return self.target.recipe
-
-    @property
     def _total(self) -> int:
         return sum(self._counts.values())
 
@@ -150,14 +149,8 @@ class Watch:
         last = f"; last failure: {self.error.what}" if self.error else ""
         return f"{self._total} round{'s' * (self._total != 1)}: {counts or 'none'}{last}"
 
-    def result(self, record: Run) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "url": self.target.endpoint.url, "recipe": self.name, **self._progress(),
-            "record": str(record.folder),
-        }  # fmt: skip
-
-    def _progress(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, Any]:
+        """Return rounds and actions so far, as plain data."""
         rounds = [one.to_data() for one in self._rounds]
         return {"counts": self._counts, "rounds": rounds, "actions": self._actions}
 
@@ -173,9 +166,15 @@ class Watch:
             one = monitor.check_once()
             self._add(one, record)
             if one.error:
-                if not self._act(one, record):
+                action = self._parsed.action
+                if action == "stop" and self.target.server:
+                    self._did(stop(self.target.server.folder).says, record)
+                if action in ("stop", "end"):
                     return
-                if self._parsed.action == "restart":
+                if action == "command":
+                    self._run_command(one, record)
+                else:
+                    self._restart(record)
                     monitor = Monitor(self._ctx, self._watched(record))
             if self._parsed.count and self._total >= self._parsed.count:
                 return
@@ -203,21 +202,10 @@ class Watch:
         if one.word == "right":
             self._restarts = 0
         self.error = one.error or self.error
-        for name, value in self._progress().items():
+        for name, value in self.progress().items():
             record.fact(name, value)
         record.save()
         self._ctx.progress.say(f"{one.at}  {one.word:6}  {one.says}  ({one.seconds:.1f} s)")
-
-    def _act(self, one: Round, record: Run) -> bool:
-        """Do what --on-failure says; False if the watch ends."""
-        action = self._parsed.action
-        if action == "command":
-            self._run_command(one, record)
-        elif action == "restart":
-            self._restart(record)
-        elif action == "stop" and self.target.server:
-            self._did(stop(self.target.server.folder).says, record)
-        return action in ("command", "restart")
 
     def _did(self, what: str, record: Run) -> None:
         self._actions.append(what)
@@ -229,7 +217,7 @@ class Watch:
         """Run the command without a shell; its environment describes the failure."""
         error = one.error
         variables = {
-            "BAKEHOUSE_WATCH_RECIPE": self.name or "",
+            "BAKEHOUSE_WATCH_RECIPE": self.target.recipe or "",
             "BAKEHOUSE_WATCH_URL": self.target.endpoint.url,
             "BAKEHOUSE_WATCH_ERROR": error.id if error else "",
             "BAKEHOUSE_WATCH_WHAT": " ".join((error.what if error else "").split())[:500],

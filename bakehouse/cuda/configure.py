@@ -23,7 +23,6 @@ from bakehouse.cuda.toolkit import (
     split_list,
 )
 from bakehouse.errors import HostError, LockError
-from bakehouse.host import compute_capabilities
 from bakehouse.lock import ToolkitPin
 from bakehouse.models import Frozen
 from bakehouse.paths import Places
@@ -267,7 +266,7 @@ def _architectures_settle(ctx: Context, build: Build) -> tuple[str, ...]:
     text = str(build.cmake.get(ARCHITECTURES, "native"))
     if text.strip() != "native":
         return expand_native(text, ())
-    return expand_native(text, compute_capabilities(ctx.processes))
+    return expand_native(text, ctx.compute_capabilities)
 
 
 def _pinned(recipe: str, pin: ToolkitPin | None, wanted: str) -> ToolkitPin:

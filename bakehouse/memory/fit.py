@@ -16,7 +16,7 @@ from bakehouse.checkpoints.model_shape import ModelShape
 from bakehouse.checkpoints.safetensors import read_safetensors
 from bakehouse.context import Context
 from bakehouse.errors import BakehouseError, CheckpointError, HostError, NotFound
-from bakehouse.host import read_gpus, read_host
+from bakehouse.host import read_host
 from bakehouse.lock import Lock
 from bakehouse.memory.budget import Weight, make_budget
 from bakehouse.memory.machines import Machine, this_machine
@@ -26,7 +26,6 @@ from bakehouse.recipe.models import Recipe
 from bakehouse.sources import huggingface
 from bakehouse.sources.huggingface import RemoteFile
 from bakehouse.sources.weights import is_usable
-from bakehouse.system.process import Processes
 from bakehouse.util.parallel import run_parallel
 from bakehouse.util.text import size_text as gib
 
@@ -353,9 +352,9 @@ def ladder_text(ladder: FitTable) -> str:
     return "\n".join([title, *aligned(rows, right=range(2, 7)), f"{chosen}{ladder.why}"])
 
 
-def find_machine(processes: Processes) -> Machine:
+def find_machine(ctx: Context) -> Machine:
     """Measure this machine's memory, and its GPUs' with nvidia-smi if there is one."""
-    return this_machine(read_host(), read_gpus(processes))
+    return this_machine(read_host(), ctx.gpus)
 
 
 def locked_weights(lock: Lock, files: Mapping[str, Sequence[str]]) -> dict[str, Weight]:

@@ -25,7 +25,6 @@ from bakehouse.engines.base import engine_of
 from bakehouse.engines.llamacpp.cmake import NOTHING, refusals
 from bakehouse.engines.vllm import arguments, engine
 from bakehouse.errors import BakehouseError, Fault, RecipeError, UsageError
-from bakehouse.host import compute_capabilities
 from bakehouse.lock import Lock
 from bakehouse.models import Check, Verdict
 from bakehouse.preflight.known_bad import PREFIX, Row, check_combinations, rows, situation_of
@@ -323,7 +322,7 @@ def meant_for(ctx: Context, loaded: LoadedRecipe) -> tuple[str, ...]:
     build = loaded.recipe.build
     if build is None or build.cuda is None or build.cmake.get(ARCHITECTURES) != "native":
         return ()
-    return compute_capabilities(ctx.processes)
+    return ctx.compute_capabilities
 
 
 def types_in(checkpoints: Iterable[Checkpoint | None]) -> frozenset[str]:

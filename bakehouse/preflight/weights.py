@@ -247,7 +247,7 @@ def admit(
             hint=f"expected: {failed[0].expected}", id=failed[0].id, checks=inspected.checks,
         )  # fmt: skip
     weights = {role: Weight.read(made) for role, made in inspected.checkpoints.items()}
-    machine = machine or find_machine(ctx.processes)
+    machine = machine or find_machine(ctx)
     budget = recipe_budget(machine, recipe, weights, argv)
     checks = (*inspected.checks, *budget.checks())
     if not budget.fits and not risk_accepted:
@@ -274,7 +274,7 @@ def refuse_by_size(
     Only their sizes count; `files` are the model's, if the user's own are used in place. Raises
     HostError (exit 9).
     """
-    machine = machine or find_machine(ctx.processes)
+    machine = machine or find_machine(ctx)
     weights = locked_weights(lock, {})
     pools = (Pool.GPU, Pool.SYSTEM) if machine.discrete else (Pool.SYSTEM,)
     room = machine.available + (machine.gpu_free() if machine.discrete else 0)

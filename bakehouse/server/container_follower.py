@@ -75,18 +75,13 @@ class ContainerExit:
         code = facts.exit_code or 0
         if facts.oom_killed:
             return code or 137, "was killed by the kernel: it reached its memory limit"
-        return code, (None if self.stopping else self._external_cause(code)) or self._own_end(code)
-
-    def _external_cause(self, code: int) -> str | None:
-        if by := external_cause(self.events):
-            return by
-        return f"ended with {code} while the Docker Engine was away or restarted" * self.interrupted
-
-    def _own_end(self, code: int) -> str:
-        if code <= 128:
-            return f"exited by itself with {code}"
-        by = ": somebody killed it" * (not self.stopping and code in (137, 143))
-        return f"died of {signal_name(code - 128)}{by}"
+        says = f"exited by itself with {code}"
+        if code > 128:
+            by = ": somebody killed it" * (not self.stopping and code in (137, 143))
+            says = f"died of {signal_name(code - 128)}{by}"
+        if not self.stopping and self.interrupted:
+            says = f"ended with {code} while the Docker Engine was away or restarted"
+        return code, (None if self.stopping else external_cause(self.events)) or says
 
 
 def external_cause(events: tuple[Happening, ...]) -> str | None:
@@ -141,7 +136,12 @@ class Follower:
         log = threading.Thread(target=self._copy_log, daemon=True)
         log.start()
         threading.Thread(target=self._wait, daemon=True).start()
-        self._until_ended()
+        stopped = False
+        while not self.ended.wait(TICK_S):
+            if self.stopping.is_set() and not stopped:
+                stopped = True
+                with contextlib.suppress(BakehouseError):
+                    self.docker.stop(self.id, 0 if self.at_once else self.stop_timeout)
         facts, gone, events = self._settled()
         log.join(0.0 if gone else DRAIN_S)
         code, says = ContainerExit(
@@ -151,14 +151,6 @@ class Follower:
             _print(f"the container {says}")
         self._finish({"code": code, "says": says, "oom": bool(facts and facts.oom_killed)})
         return code
-
-    def _until_ended(self) -> None:
-        stopped = False
-        while not self.ended.wait(TICK_S):
-            if self.stopping.is_set() and not stopped:
-                stopped = True
-                with contextlib.suppress(BakehouseError):
-                    self.docker.stop(self.id, 0 if self.at_once else self.stop_timeout)
 
     def _kill(self) -> None:
         """Kill the container's first process directly, if it is on this machine.

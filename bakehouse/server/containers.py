@@ -69,11 +69,6 @@ class ContainerHandle:
         return ()
 
 
-def engine_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that select the engine."""
-    return {name: base[name] for name in ENGINE_VARIABLES if name in base}
-
-
 def engine_at(host: str | None, *, patience: float | None = None) -> DockerClient:
     """Connect to the engine that a server was started on, by the address in its state."""
     environment = dict(os.environ)
@@ -114,11 +109,6 @@ def find_endpoint_host(environment: Mapping[str, str]) -> str:
         return ""
 
 
-def mark_engine(folder: Path, host: str) -> None:
-    """Record that the server has a container, in case its state is lost. Raises OSError."""
-    (folder / MARKED).write_text(host)
-
-
 def marked_engine(folder: Path) -> str | None:
     """Return the recorded engine's address: empty if it is unclear, None if there is no record."""
     try:
@@ -138,7 +128,15 @@ def make(
     if plan.container is None:
         raise ValueError("the plan has no container")
     name = container_name(folder.name)
-    _free_name(docker, name, folder)
+    if there := docker.container(name):
+        owner = there.labels.get(SERVER)
+        if owner != str(folder):
+            raise HostError(
+                f"another container is named {name}" + (f": that of {owner}" if owner else ""),
+                where=f"container {there.id[:12]}, {there.state}", id="name-in-use",
+                hint="look at 'docker ps --all', and remove it if nobody needs it",
+            )  # fmt: skip
+        docker.remove(there.id)
     command = plan.command(nonce)
     host = urlsplit(find_endpoint_host(getattr(docker, "environment", os.environ)))
     sockets = (host.path,) if host.scheme == "unix" and host.path else ()
@@ -168,19 +166,19 @@ def _mount(mount: Mount, sockets: tuple[str, ...]) -> Mount:
             f"container.volumes: {mount.source} {why}", where=source, id="bad-volume",
             hint="mount the one folder that the server needs",
         )  # fmt: skip
-    try:
-        if not mount.read_only and not os.path.exists(source):
-            Path(source).mkdir(parents=True)
-    except OSError as error:
-        raise HostError(
-            f"cannot create the folder to mount: {error.strerror}", where=source,
-            hint="create it, or change container.volumes", id="mount-missing",
-        ) from None  # fmt: skip
     if not os.path.exists(source):
-        raise HostError(
-            f"file or folder to mount not found: {source}", where=mount.target,
-            hint="the engine would create an empty folder there", id="mount-missing",
-        )  # fmt: skip
+        if mount.read_only:
+            raise HostError(
+                f"file or folder to mount not found: {source}", where=mount.target,
+                hint="the engine would create an empty folder there", id="mount-missing",
+            )  # fmt: skip
+        try:
+            Path(source).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HostError(
+                f"cannot create the folder to mount: {error.strerror}", where=source,
+                hint="create it, or change container.volumes", id="mount-missing",
+            ) from None  # fmt: skip
     return mount.model_copy(update={"source": source})
 
 
@@ -189,23 +187,6 @@ def remove_failed_launch(docker: DockerClient, folder: Path, nonce: str) -> None
     with suppress(BakehouseError):
         for one in docker.containers({SERVER: str(folder), NONCE: nonce}):
             docker.remove(one.id)
-
-
-def _free_name(docker: DockerClient, name: str, folder: Path) -> None:
-    """Remove our own leftover of this name. Raises HostError if it is another container."""
-    there = docker.container(name)
-    if there is None:
-        return
-    if there.labels.get(SERVER) == str(folder):
-        docker.remove(there.id)
-        return
-    whose = there.labels.get(SERVER)
-    raise HostError(
-        f"another container is named {name}" + (f": that of {whose}" if whose else ""),
-        where=f"container {there.id[:12]}, {there.state}",
-        hint="look at 'docker ps --all', and remove it if nobody needs it",
-        id="name-in-use",
-    )
 
 
 def find(folder: Path, host: str | None) -> tuple[ContainerFacts, ...]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,7 @@ def _create_container(
     containers.refuse_remote(where)
     secret = (engine.key_variable, spec.key) if spec.key else None
     try:
-        containers.mark_engine(spec.folder, where)
+        (spec.folder / containers.MARKED).write_text(where)  # in case its state is lost
         # If we are killed while it is created, this says where to look for it.
         states.write(spec.folder, replace(start.state, docker=where or None))
     except OSError as error:
@@ -241,7 +242,11 @@ def _create_container(
     made = containers.make(docker, spec.plan, spec.folder, nonce, secret)
     run = (sys.executable, "-m", container_follower.__name__, str(spec.folder), made,
            f"{spec.stop_timeout:g}", nonce)  # fmt: skip
-    env = {**start.env, **containers.engine_environment(base), **_python_environment()}
+    env = {
+        **start.env,
+        **{name: base[name] for name in containers.ENGINE_VARIABLES if name in base},
+        **_python_environment(),
+    }
     state = replace(start.state, container=made, docker=where or None)
     return (
         containers.ContainerHandle(docker, made, engine.inside_port, spec.image),
@@ -277,7 +282,11 @@ def prepare(folder: Path, key: str | None) -> None:
         for each in (folder, folder / "config"):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-        _rotate(folder / "server.log")
+        logs = [folder / "server.log", *(folder / f"server.log.{n + 1}" for n in range(OLD_LOGS))]
+        for newer, older in reversed(list(pairwise(logs))):
+            if newer.exists():
+                os.replace(newer, older)
+        logs[0].touch(mode=0o600)
         (folder / "keeper.log").write_bytes(b"")
         for left in (supervisor.CONTAINER_NOTE, containers.MARKED, states.KEY_FILE):
             (folder / left).unlink(missing_ok=True)
@@ -295,15 +304,6 @@ def _unusable(error: OSError) -> HostError:
         f"cannot use the server's folder: {error.strerror}", where=str(error.filename),
         hint="free some disk space or fix the permissions there", id="state-not-writable",
     )  # fmt: skip
-
-
-def _rotate(log: Path) -> None:
-    for number in range(OLD_LOGS, 0, -1):
-        older = log.with_name(f"{log.name}.{number}")
-        newer = log if number == 1 else log.with_name(f"{log.name}.{number - 1}")
-        if newer.exists():
-            os.replace(newer, older)
-    log.touch(mode=0o600)
 
 
 def kept_key(folder: Path) -> str | None:

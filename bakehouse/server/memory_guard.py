@@ -12,6 +12,7 @@ import re
 import signal
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -216,16 +217,14 @@ class Guard:
         if now.available >= bounds.warn:
             return None  # there is memory left, so stalls and swapping have another cause
         soon = now.available - rates.falling * AHEAD_S
-        reasons = (
-            (rates.kills > 0, "the kernel has started to kill processes"),
-            (soon < bounds.stop, f"falling by {amount(rates.falling)} per second"),
-            (
-                rates.stall > bounds.stall,
-                f"all tasks stalled on memory {rates.stall:.0%} of the time (PSI full)",
-            ),
-            (rates.swap > bounds.swap > 0, f"swapping {amount(rates.swap)} per second"),
-        )
-        return next((reason for holds, reason in reasons if holds), None)
+        if rates.kills:
+            return "the kernel has started to kill processes"
+        if soon < bounds.stop:
+            return f"falling by {amount(rates.falling)} per second"
+        if rates.stall > bounds.stall:
+            return f"all tasks stalled on memory {rates.stall:.0%} of the time (PSI full)"
+        swapping = rates.swap > bounds.swap > 0
+        return f"swapping {amount(rates.swap)} per second" if swapping else None
 
     def _alarm(self, kind: str, why: str, now: Reading, rates: Rates) -> Alarm:
         figures = {
@@ -253,9 +252,9 @@ class Sensor:
         *,
         ring: bool = True,
     ) -> None:
-        self._memory = _open(proc / "meminfo")
-        self._counters = _open(proc / "vmstat")
-        self._pressure = _open(proc / "pressure" / "memory")
+        self._memory, self._counters, self._pressure = (
+            _open(proc / name) for name in ("meminfo", "vmstat", "pressure/memory")
+        )
         self._ring = open_kmsg() if ring else None
         self._groups = limited_cgroups(proc / "self" / "cgroup", groups)
         self.page = os.sysconf("SC_PAGE_SIZE")
@@ -271,6 +270,8 @@ class Sensor:
             available = available if left is None else min(available, left)
         counters = _read(self._counters)
         swapped = _counter(counters, b"pswpin") + _counter(counters, b"pswpout")
+        raw = b"" if self._ring is None else read_kmsg(self._ring)
+        lines = filter(LINES.search, raw.decode(errors="replace").splitlines())
         stalled = re.search(rb"full .*total=(\d+)", _read(self._pressure))
         return Reading(
             at=at,
@@ -278,14 +279,8 @@ class Sensor:
             swapped=swapped * self.page,
             stalled=int(stalled[1]) / 1e6 if stalled else 0.0,
             kills=_counter(counters, b"oom_kill"),
-            messages=self._new_messages(),
+            messages=tuple(line.partition(";")[2][:300] for line in lines)[:20],
         )
-
-    def _new_messages(self) -> tuple[str, ...]:
-        if self._ring is None or not (raw := read_kmsg(self._ring)):
-            return ()
-        lines = raw.decode(errors="replace").splitlines()
-        return tuple(line.partition(";")[2][:300] for line in lines if LINES.search(line))[:20]
 
 
 def _open(path: Path) -> int | None:
@@ -330,12 +325,12 @@ class CgroupMemory:
     def available(self) -> int | None:
         """Return bytes up to the limit, page cache counted as free; None if there is no limit."""
         try:
-            limit = _number((self.folder / self.limit).read_bytes())
-            used = _number((self.folder / self.usage).read_bytes())
+            limit = int((self.folder / self.limit).read_bytes())  # cgroup v2 writes `max` for none
+            used = int((self.folder / self.usage).read_bytes())
             stat = (self.folder / "memory.stat").read_bytes()
-        except OSError:
+        except (OSError, ValueError):
             return None
-        if limit is None or used is None or limit >= UNLIMITED:
+        if limit >= UNLIMITED:
             return None
         counts = dict(re.findall(rb"^(\w+) (\d+)$", stat, re.MULTILINE))
         files = [int(counts.get(name, 0)) for name in _FILE_STATS]
@@ -364,22 +359,11 @@ def cgroup_kills(
     """Return how many processes of our cgroup the kernel has killed; 0 if it is not known."""
     for _, _, folder in memory_cgroups(membership, root):
         for name in ("memory.events", "memory.oom_control"):
-            found = re.search(rb"^oom_kill (\d+)", _read_file(folder / name), re.MULTILINE)
-            if found:
-                return int(found[1])
+            with suppress(OSError):
+                text = (folder / name).read_bytes()
+                if found := re.search(rb"^oom_kill (\d+)", text, re.MULTILINE):
+                    return int(found[1])
     return 0
-
-
-def _read_file(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
-def _number(text: bytes) -> int | None:
-    """Read a number; None for `max` and anything else."""
-    return int(text) if text.strip().isdigit() else None
 
 
 def open_kmsg(*, from_now: bool = True) -> int | None:
@@ -396,17 +380,16 @@ def open_kmsg(*, from_now: bool = True) -> int | None:
 def read_kmsg(kmsg: int) -> bytes:
     """Read the new messages of the kernel's log; never blocks."""
     found = b""
-    try:
-        while len(found) < 1 << 22:
-            try:
-                record = os.read(kmsg, KMSG_RECORD)
-            except BrokenPipeError:
-                continue
-            if not record:
-                break
-            found += record
-    except OSError:
-        return found
+    while len(found) < 1 << 22:
+        try:
+            record = os.read(kmsg, KMSG_RECORD)
+        except BrokenPipeError:  # the kernel has overwritten a record
+            continue
+        except OSError:
+            break
+        if not record:
+            break
+        found += record
     return found
 
 
@@ -441,7 +424,17 @@ def describe_end(code: int | None, why: str, oom: bool | None, reason: str = "")
     if code >= 0:
         missing = " (not found or not permitted)" * (code in (126, 127))
         return f"exited by itself with {code}{missing}"
-    return f"died of {signal_name(-code)}{_signal_meaning(-code, oom)}"
+    memory_fault = ": a memory fault in the server, or a model file changed or vanished"
+    killed = ": somebody killed it, or the kernel did because memory ran out"
+    meanings: dict[int, str] = {
+        signal.SIGKILL: ": the kernel killed it because memory ran out" if oom else killed,
+        signal.SIGILL: ": an instruction that this CPU does not have, so it was built for another "
+        "CPU",
+        signal.SIGABRT: ": it aborted, on a failed assertion",
+        signal.SIGSEGV: memory_fault,
+        signal.SIGBUS: memory_fault,
+    }
+    return f"died of {signal_name(-code)}{meanings.get(-code, '')}"
 
 
 def signal_name(number: int) -> str:
@@ -450,18 +443,3 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _signal_meaning(number: int, oom: bool | None) -> str:
-    if number == signal.SIGKILL:
-        if oom:
-            return ": the kernel killed it because memory ran out"
-        return ": somebody killed it, or the kernel did because memory ran out"
-    meanings: dict[int, str] = {
-        signal.SIGILL: ": an instruction that this CPU does not have, so it was built for another "
-        "CPU",
-        signal.SIGABRT: ": it aborted, on a failed assertion",
-        signal.SIGSEGV: ": a memory fault in the server, or a model file changed or vanished",
-        signal.SIGBUS: ": a memory fault in the server, or a model file changed or vanished",
-    }
-    return meanings.get(number, "")

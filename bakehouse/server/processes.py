@@ -90,7 +90,7 @@ class Process:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Its argument list, or its short name in brackets; empty if it is gone."""
+        """Its arguments, as `command_of` returns them."""
         return command_of(self.pid)
 
 
@@ -123,12 +123,12 @@ def marked_folders(servers: Path) -> set[Path]:
 
 def _marks() -> Iterator[tuple[int, str]]:
     """Yield id and mark of every marked process that this user may inspect."""
-    prefix = f"{MARK}=".encode()
     for pid in all_pids():
         with contextlib.suppress(OSError):
             for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                if variable.startswith(prefix):
-                    yield pid, os.fsdecode(variable.removeprefix(prefix))
+                name, _, value = variable.partition(b"=")
+                if name == MARK.encode():
+                    yield pid, os.fsdecode(value)
 
 
 def is_in(pid: int, container: str) -> bool:
@@ -271,18 +271,12 @@ class Reading:
 
 def read_activity(pids: Iterable[int], proc: Path = Path("/proc")) -> Reading:
     """Add up what the processes have read; one that is gone adds nothing."""
-    calls = disk = mapped = 0
+    total = {"rchar": 0, "read_bytes": 0, "RssFile": 0}
     for pid in pids:
-        io, status = (_table(proc / str(pid) / name) for name in ("io", "status"))
-        calls += io.get("rchar", 0)
-        disk += io.get("read_bytes", 0)
-        mapped += status.get("RssFile", 0) * 1024
-    return Reading(calls, disk, mapped)
-
-
-def _table(path: Path) -> dict[str, int]:
-    """Read `name: number` lines; empty if the file cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        found = re.findall(r"^(\w+):\s+(\d+)\b", path.read_text(), re.MULTILINE)
-        return {name: int(number) for name, number in found}
-    return {}
+        for name in ("io", "status"):
+            with contextlib.suppress(OSError, ValueError):
+                text = (proc / str(pid) / name).read_text()
+                for key, number in re.findall(r"^(\w+):\s+(\d+)\b", text, re.MULTILINE):
+                    if key in total:
+                        total[key] += int(number)
+    return Reading(total["rchar"], total["read_bytes"], total["RssFile"] * 1024)

@@ -139,15 +139,10 @@ def forget_key(folder: Path) -> None:
 def read(folder: Path) -> ServerState | None:
     """Return the state, None if there is none. Raises Unreadable."""
     try:
-        text = path(folder).read_text(encoding="utf-8")
+        return _state(json.loads(path(folder).read_text(encoding="utf-8")), folder.name)
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise Unreadable(str(error)) from error
-    try:
-        data = json.loads(text)
-        return _state(data, folder.name)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise Unreadable(f"{path(folder)}: {error}") from error
 
 

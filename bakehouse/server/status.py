@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -95,8 +95,17 @@ def get_status(folder: Path, *, inside: bool = True) -> ServerStatus:
         status = replace(status, word="unclear", trouble=trouble or "its state is missing")
     elif known.phase == "proven" and known.server_alive:
         status = replace(status, word="running")
-    if inside and known and known.container and known.phase != "ended":
-        return _container_status(status, known.container, known.docker)
+    if not (inside and known and known.container and known.phase != "ended"):
+        return status
+    container = known.container
+    try:
+        box = containers.ask(known.docker, lambda docker: docker.container(container))
+    except HostError as error:
+        trouble = f"the status of its container is not known: {error.what}"
+        return replace(status, word="unclear", trouble=trouble, error=error)
+    if box and box.state == "paused" and status.word in ("running", "starting"):
+        trouble = f"somebody paused its container; resume it with: docker unpause {box.name}"
+        return replace(status, word="paused", trouble=trouble)
     return status
 
 
@@ -109,23 +118,11 @@ def _status_without_processes(status: ServerStatus) -> ServerStatus:
         return replace(status, word="unclear", trouble=trouble, error=error)
     if boxes:
         trouble = f"{trouble}; " if trouble else ""
-        trouble += _describe(boxes)
+        trouble += ", ".join(f"container {one.name} is {one.state}" for one in boxes)
         return replace(status, word="orphaned", trouble=trouble, containers=boxes)
     if known and known.phase != "ended":
         return replace(status, word="gone", state=_record_gone(status.folder, known), trouble=None)
     return replace(status, word="gone" if trouble else "ended")
-
-
-def _container_status(status: ServerStatus, container: str, engine: str | None) -> ServerStatus:
-    try:
-        box = containers.ask(engine, lambda docker: docker.container(container))
-    except HostError as error:
-        trouble = f"the status of its container is not known: {error.what}"
-        return replace(status, word="unclear", trouble=trouble, error=error)
-    if box and box.state == "paused" and status.word in ("running", "starting"):
-        trouble = f"somebody paused its container; resume it with: docker unpause {box.name}"
-        return replace(status, word="paused", trouble=trouble)
-    return status
 
 
 def _leftover_containers(folder: Path, known: ServerState | None) -> tuple[ContainerFacts, ...]:
@@ -147,10 +144,6 @@ def _leftover_containers(folder: Path, known: ServerState | None) -> tuple[Conta
     return () if engine is None else containers.find(folder, engine or None)
 
 
-def _describe(boxes: Iterable[ContainerFacts]) -> str:
-    return ", ".join(f"container {one.name} is {one.state}" for one in boxes)
-
-
 def all_processes(folder: Path, known: ServerState | None) -> tuple[Process, ...]:
     """Return all live processes of a server: marked ones, those in its state, their descendants.
 
@@ -165,7 +158,7 @@ def all_processes(folder: Path, known: ServerState | None) -> tuple[Process, ...
             and (is_supervisor(p, folder) or any(known.nonce in part for part in p.command))
         }  # fmt: skip
     for process in tuple(found):
-        found |= {p for pid in descendants(process.pid) if (p := Process.of(pid))}
+        found.update(filter(None, map(Process.of, descendants(process.pid))))
     others = {os.getpid(), os.getppid(), 1}
     return tuple(sorted((p for p in found if p.pid not in others), key=lambda p: p.pid))
 
@@ -281,7 +274,6 @@ def _stop_containers(status: ServerStatus) -> Stopped:
 
 
 def _read(folder: Path) -> ServerState | None:
-    try:
+    with suppress(Unreadable):
         return states.read(folder)
-    except Unreadable:
-        return None
+    return None

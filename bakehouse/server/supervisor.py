@@ -26,14 +26,16 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bakehouse.server import state
-from bakehouse.server.log_tail import LogWatch
 from bakehouse.server.memory_guard import SLOW_S, Guard, OomWatch, Sensor, describe_end
 from bakehouse.server.processes import Process, end
 from bakehouse.server.state import Ended, ServerState, SupervisorInput
 from bakehouse.system.child_guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, descendants
+
+if TYPE_CHECKING:
+    from bakehouse.logscan.scanner import Scanner
 
 LEFTOVERS_S = 2.0
 """Seconds between TERM and KILL for processes that a server leaves behind."""
@@ -54,13 +56,71 @@ KILL_CONTAINER = signal.SIGUSR1
 """Tells the follower to kill its container at once."""
 
 
+CHUNK = 1 << 20
+LONGEST_LINE = 1 << 16
+
+
+class Tail:
+    """Reads the lines added to a growing file since the last read; never waits."""
+
+    def __init__(self, path: Path, position: int = 0) -> None:
+        self.path = path
+        self.position = position
+        self.rest = b""
+
+    def lines(self) -> list[str]:
+        """Return the new whole lines, decoded with replacement characters, without line ends."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(0, 2)
+                if file.tell() < self.position:
+                    self.position, self.rest = 0, b""
+                file.seek(self.position)
+                chunk = file.read(CHUNK)
+                self.position = file.tell()
+        except OSError:
+            return []
+        *whole, self.rest = (self.rest + chunk).split(b"\n")
+        if len(self.rest) > LONGEST_LINE:
+            whole.append(self.rest)
+            self.rest = b""
+        return [line.decode(errors="replace").rstrip("\r") for line in whole]
+
+
+class LogWatch:
+    """Scans a server's log for signatures as it grows."""
+
+    def __init__(self, path: Path, engine: str, known: frozenset[str] = frozenset()) -> None:
+        self.tail = Tail(path)
+        self.engine = engine
+        self.known = known
+        """Ids of signatures that this server is expected to show."""
+        self.scanner: Scanner | None = None
+
+    def findings(self) -> list[dict[str, Any]]:
+        """Return fatal, silent and lost-feature findings in new lines, as plain data."""
+        lines = self.tail.lines()
+        if not lines:
+            return []
+        if self.scanner is None:
+            from bakehouse.logscan.scanner import Scanner
+
+            self.scanner = Scanner(engine=self.engine)
+        new = {(f.id, f.severity) for line in lines for f in self.scanner.feed(line)}
+        return [
+            {"id": f.id, "severity": str(f.severity), "line_number": f.line_number, "line": f.line}
+            for f in (self.scanner.findings() if new else ())
+            if f.bad and (f.id, f.severity) in new and f.id not in self.known
+        ]
+
+
 class Supervisor:
     """Runs one server from its start until its end is recorded."""
 
     def __init__(self, folder: Path, control: socket.socket) -> None:
         self.folder = folder
         self.control: socket.socket | None = control
-        self.heard = b""
+        self.received = b""
         self.spec = SupervisorInput.from_json(self._line(wait=True))
         self.state: ServerState = self.spec.state
         self.child = 0
@@ -87,7 +147,7 @@ class Supervisor:
         self._note(keeper=Process.of(os.getpid()), server=Process.of(self.child))
         if self.written is None:
             raise SystemExit("cannot write the server's state")  # nobody could find it again
-        self._tell({"event": "started", "pid": self.child})
+        self._send({"event": "started", "pid": self.child})
         # When memory runs out we must not wait for our own pages; not all users may lock them.
         self.libc.mlockall(MCL_CURRENT | MCL_ONFAULT)
         with selectors.DefaultSelector() as selector:
@@ -97,7 +157,8 @@ class Supervisor:
             while self.status is None and self.why is None:
                 for key, _ in selector.select(self._pause()):
                     if key.data == "wake":
-                        self._woken(wake)
+                        if signal.SIGTERM in os.read(wake, 512):  # SIGCHLD only wakes
+                            self.why = "stopped"
                     elif self.control and not self._listen(self.control):
                         selector.unregister(self.control)
                         self._let_go()
@@ -107,7 +168,7 @@ class Supervisor:
 
     def _start(self) -> int:
         """Fork the server into its own session; it dies with this process."""
-        keeper = os.getpid()
+        supervisor = os.getpid()
         out = os.open(self.folder / "server.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         argv, env = self.spec.run or self.spec.state.argv, self.spec.env
@@ -119,24 +180,23 @@ class Supervisor:
         try:
             os.setsid()
             self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != keeper:
+            if os.getppid() != supervisor:
                 os._exit(137)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
                 signal.signal(number, signal.SIG_DFL)
             for source, target in ((nothing, 0), (out, 1), (out, 2)):
                 os.dup2(source, target)
             os.closerange(3, 4096)
-            _set_limits(follower=bool(self.spec.run))
+            core = resource.getrlimit(resource.RLIMIT_CORE)[1]
+            resource.setrlimit(resource.RLIMIT_CORE, (0, core))
+            if not self.spec.run:  # a follower's container has that score itself
+                with contextlib.suppress(OSError):
+                    Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
             os.chdir(self.spec.cwd)
             os.execve(argv[0], list(argv), env)  # noqa: S606 - this is where the argv becomes a process
         except OSError as error:
             os.write(2, f"{argv[0]}: {error.strerror}\n".encode(errors="replace"))
             os._exit(126 if isinstance(error, PermissionError) else 127)
-
-    def _woken(self, wake: int) -> None:
-        """Handle TERM as a request to stop; SIGCHLD only wakes."""
-        if signal.SIGTERM in os.read(wake, 512):
-            self.why = "stopped"
 
     def _listen(self, control: socket.socket) -> bool:
         """Handle messages of `serve`; False once it closed the connection."""
@@ -146,8 +206,8 @@ class Supervisor:
             return True
         except OSError:
             chunk = b""
-        self.heard += chunk
-        while b"\n" in self.heard:
+        self.received += chunk
+        while b"\n" in self.received:
             message = json.loads(self._line())
             if message["do"] == "port":
                 self._note(port=int(message["port"]))
@@ -166,15 +226,15 @@ class Supervisor:
         if self.written is None:
             self.why, self.says = "refused", "its verification could not be recorded"
         else:
-            self._tell({"event": "proven"})
+            self._send({"event": "proven"})
 
     def _line(self, *, wait: bool = False) -> str:
-        while wait and self.control and b"\n" not in self.heard:
+        while wait and self.control and b"\n" not in self.received:
             chunk = self.control.recv(65536)
             if not chunk:
                 raise SystemExit(0)
-            self.heard += chunk
-        line, _, self.heard = self.heard.partition(b"\n")
+            self.received += chunk
+        line, _, self.received = self.received.partition(b"\n")
         return line.decode()
 
     def _let_go(self) -> None:
@@ -218,7 +278,7 @@ class Supervisor:
             self.patience = alarm.patience(MEMORY_GRACE_S)
         else:
             self._save(sync=False)  # a disk that swaps could block us
-        self._tell({"event": "alarm", "alarm": noted})
+        self._send({"event": "alarm", "alarm": noted})
 
     def _read_log(self) -> None:
         """Record log findings since the verification, which reads the log up to then itself.
@@ -248,6 +308,10 @@ class Supervisor:
 
     def _finish(self) -> None:
         """Stop everything that still runs and record the end."""
+
+        def below() -> list[Process]:
+            return [p for pid in descendants(os.getpid()) if (p := Process.of(pid))]
+
         if self.status is None:
             grace = self.state.stop_timeout
             if self.why == "memory":
@@ -258,7 +322,7 @@ class Supervisor:
                 first = KILL_CONTAINER if self.why == "memory" else first
                 grace += ENGINE_S
             _end_group(self.child, grace, self._reap, first)
-        end(self._below, grace=LEFTOVERS_S, tick=self._reap)
+        end(below, grace=LEFTOVERS_S, tick=self._reap)
         self._reap()
         self._read_log()
         code = None if self.status is None else os.waitstatus_to_exitcode(self.status)
@@ -266,9 +330,12 @@ class Supervisor:
         says = self._describe_end(code, why)
         ended = Ended(at=state.now(), why=why, code=code, says=says)
         self._note(phase="ended", ended=ended)
-        self._keep_alarms()
+        if self.state.alarms and self.state.record:  # the next launch overwrites the state
+            text = json.dumps(list(self.state.alarms), indent=2) + "\n"
+            with contextlib.suppress(OSError):
+                (Path(self.state.record) / "memory-guard.json").write_text(text)
         state.forget_key(self.folder)
-        self._tell({"event": "ended", "says": says, "code": code, "why": why})
+        self._send({"event": "ended", "says": says, "code": code, "why": why})
 
     def _describe_end(self, code: int | None, why: str) -> str:
         """Describe how it ended, by its container's note if it has one."""
@@ -303,16 +370,6 @@ class Supervisor:
             error = done.stdout.strip() or error
         return {**note, "lost": error}
 
-    def _keep_alarms(self) -> None:
-        """Copy the alarms into the run's folder: the next launch overwrites the state."""
-        if self.state.alarms and self.state.record:
-            text = json.dumps(list(self.state.alarms), indent=2) + "\n"
-            with contextlib.suppress(OSError):
-                (Path(self.state.record) / "memory-guard.json").write_text(text)
-
-    def _below(self) -> list[Process]:
-        return [p for pid in descendants(os.getpid()) if (p := Process.of(pid))]
-
     def _note(self, **changes: object) -> None:
         self.state = replace(self.state, **changes)  # type: ignore[arg-type]
         self._save()
@@ -327,7 +384,7 @@ class Supervisor:
             state.write(self.folder, self.state, sync=sync)
             self.written = state.mark(self.folder)
 
-    def _tell(self, message: dict[str, object]) -> None:
+    def _send(self, message: dict[str, object]) -> None:
         if self.control:
             try:
                 self.control.sendall(json.dumps(message).encode() + b"\n")
@@ -357,17 +414,6 @@ def _end_group(leader: int, grace: float, reap: Callable[[], None], first: int) 
             if Process.of(leader) is None:
                 return
             time.sleep(0.01)
-
-
-def _set_limits(*, follower: bool) -> None:
-    """Forbid core dumps, and make the kernel prefer this process if memory runs out.
-
-    Not a follower: its container has that score itself.
-    """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    if not follower:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
 
 
 def _signals() -> int:

@@ -123,7 +123,7 @@ class VerificationResult:
 
 
 def describe_failure(one: Check) -> str:
-    """Describe a check that did not pass."""
+    """Return a failed check as one phrase."""
     return f"{one.id}: expected {one.expected}; observed {one.observed}"
 
 
@@ -139,15 +139,20 @@ def verify(
     Raises NotHealthy (it is not ours, lacks a feature, or died) or NotCorrect (its answers or its
     log show that it is wrong).
     """
+    expected = engine_of(server.engine).asked_for(asked) | asked.known_losses
+
+    def check_log() -> Check:
+        return signature_check(read_log(server.log), server.engine, expected)
+
     seen.add(server, identity(ctx, server))
     seen.add(server, features(ctx, server, asked))
-    seen.add(server, [_log_check(server, asked)])
+    seen.add(server, [check_log()])
     proof = questions(
         Endpoint(server.url, asked.name, server.headers, server.engine, asked.context)
     )
     seen.answers, seen.suites, seen.summary = proof.answers, proof.suites, proof.summary
     after = identity(ctx, server, suffix="-after")
-    log = _log_check(server, asked).model_copy(update={"id": "log-after"})
+    log = check_log().model_copy(update={"id": "log-after"})
     seen.checks += proof.checks
     seen.add(server, after)
     seen.add(server, [log])
@@ -324,21 +329,19 @@ def first_cause(lines: Sequence[str], engine: str, *, died: bool = False) -> Cau
 
     A server that `died` is explained by a fatal line only, not by one that it survived.
     """
-    known = [c for c in severe_findings(lines, engine) if c.severity == Severity.FATAL or not died]
-    if known:
-        return known[0]
-    for number, line in enumerate(lines, start=1):
-        if _ERROR.search(line) and not _NO_ERROR.search(line):
-            return Cause(number, line)
-    return None
+    known = (c for c in severe_findings(lines, engine) if c.severity == Severity.FATAL or not died)
+    errors = (
+        Cause(number, line)
+        for number, line in enumerate(lines, start=1)
+        if _ERROR.search(line) and not _NO_ERROR.search(line)
+    )
+    return next(known, None) or next(errors, None)
 
 
 def last_line(lines: Sequence[str]) -> Cause | None:
     """Return the last line that is not empty: the best there is if nothing explains an end."""
-    for number in range(len(lines), 0, -1):
-        if lines[number - 1].strip():
-            return Cause(number, lines[number - 1])
-    return None
+    numbers = (number for number in range(len(lines), 0, -1) if lines[number - 1].strip())
+    return next((Cause(number, lines[number - 1]) for number in numbers), None)
 
 
 def signature_check(
@@ -350,8 +353,3 @@ def signature_check(
     where = first.where if first else "server.log"
     ok = first is None if lines else None
     return check("log", "no fatal fault, no silent fault, no lost feature", seen, where, ok=ok)
-
-
-def _log_check(server: ServerHandle, asked: Requirements) -> Check:
-    expected = engine_of(server.engine).asked_for(asked) | asked.known_losses
-    return signature_check(read_log(server.log), server.engine, expected)

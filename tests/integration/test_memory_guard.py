@@ -140,8 +140,8 @@ sys.path.insert(0, {root!r})
 Path({group!r}, "cgroup.procs").write_text(str(os.getpid()))
 from bakehouse.context import Context
 from bakehouse.paths import Places
-from bakehouse.server.session import start_or_reuse
 from bakehouse.server.memory_guard import Bounds
+from bakehouse.server.session import start_or_reuse
 from tests.support.serving import Notes, agree, order
 ctx = Context(Places(Path({cache!r}), Path({state!r})), Path("."))
 bounds = Bounds(120 << 20, 60 << 20, 1.0, 0)

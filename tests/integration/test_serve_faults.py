@@ -417,7 +417,7 @@ def test_serve_leaves_a_verified_server_running(context: Context, notes: Notes) 
 
 RENAME = """
 from bakehouse.server import supervisor
-supervisor.__name__ = supervisor.__package__ + ".warden"
+supervisor.__name__ = "bakehouse.serve.keeper"
 """
 
 
@@ -427,17 +427,16 @@ def test_supervisor_of_another_version_is_found_verified_and_stopped(
     """Its module has another name, and its files are gone since an upgrade."""
     old = tmp_path / "old"
     source = Path(keeper.__file__)
-    package = next(folder for folder in source.parents if folder.name == "bakehouse")
-    shutil.copytree(package, old / "bakehouse")
-    here = old / source.relative_to(package.parent)
-    shutil.copy(here, here.with_name("warden.py"))
+    shutil.copytree(source.parents[1], old / "bakehouse")
+    (old / "bakehouse/serve").mkdir()
+    shutil.copy(source, old / "bakehouse/serve/keeper.py")
     with serving(context, notes.folder, 0, paths=[str(old)], before=RENAME) as child:
         assert child.wait(60) == 0
     folder = context.places.servers / "fake"
     time.sleep(1)  # until it has loaded the log signatures
     (old / "bakehouse").rename(old / "gone")
     supervisor = get_status(folder).processes[0]
-    assert f"{keeper.__package__}.warden" in supervisor.command
+    assert "bakehouse.serve.keeper" in supervisor.command
     assert get_status(folder).word == "running"
     assert start_or_reuse(context, order(context, "stray"), agree, notes).again
     supervisor.send(signal.SIGSTOP)

@@ -43,7 +43,7 @@ def test_image_tag_moved_after_verification_changes_nothing(
     seen: list[str] = []
     bring = serve.bring
 
-    def moved(ctx: Any, wanted: serve.Wanted, *rest: Any) -> Any:
+    def moved(ctx: Any, wanted: serve.PlannedServer, *rest: Any) -> Any:
         assert isinstance(wanted.build, ImagePlan)
         assert wanted.image
         seen.extend((wanted.build.image, wanted.image.id))

@@ -18,7 +18,7 @@ from bakehouse.plan.types import ServePlan
 from bakehouse.probe.models import Endpoint, Proof, SuiteProof
 from bakehouse.recipe.models import Recipe, WeightPaths
 from bakehouse.recipe.types import Origin
-from bakehouse.runs.store import Answer, SuiteRecord, SuiteVerdict
+from bakehouse.runs.store import Answer, Run, SuiteRecord, SuiteVerdict
 from bakehouse.server.launcher import ServerSpec
 from bakehouse.server.memory_guard import Bounds
 from bakehouse.server.processes import marked
@@ -28,23 +28,25 @@ FAKE = Path(__file__).with_name("fakeserver.py")
 
 
 @dataclass
-class Notes:
+class Notes(Run):
+    """A record that stays in memory."""
+
     folder: Path
     seen: list[Check] = field(default_factory=list)
     said: list[Answer] = field(default_factory=list)
     suite_records: list[SuiteRecord] = field(default_factory=list)
     facts: dict[str, object] = field(default_factory=dict)
 
-    def checks(self, checks: tuple[Check, ...]) -> None:
+    def checks(self, checks: Iterable[Check]) -> None:
         self.seen += checks
 
-    def answers(self, answers: tuple[Answer, ...]) -> None:
+    def answers(self, answers: Iterable[Answer]) -> None:
         self.said += answers
 
     def suites(self, suites: Iterable[SuiteRecord]) -> None:
         self.suite_records += suites
 
-    def fact(self, name: str, value: object) -> None:
+    def fact(self, name: str, value: Any) -> None:
         self.facts[name] = value
 
 

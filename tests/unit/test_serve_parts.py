@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from bakehouse.server import state as states
-from bakehouse.server.log_tail import Tail
 from bakehouse.server.memory_guard import KILLED, Bounds, cgroup_kills, describe_end
 from bakehouse.server.processes import (
     Process,
@@ -28,9 +27,10 @@ from bakehouse.server.processes import (
     sockets,
     start_time,
 )
-from bakehouse.server.readiness import IdleTimer, is_server_output
+from bakehouse.server.session import IdleTimer
 from bakehouse.server.state import Ended, ServerState, SupervisorInput
 from bakehouse.server.status import is_supervisor
+from bakehouse.server.supervisor import Tail
 from bakehouse.server.verification import url_of
 
 TABLE = """\
@@ -99,7 +99,7 @@ def test_idle_timer_ignores_our_own_polls() -> None:
     echo = ["GET /health 503", "   "]
     assert idle_after((60.0, Reading(calls=4096 * 5), echo, 5)) == 60.0
     assert idle_after((60.0, Reading(calls=4096 * 5 + 1), [], 5)) == 0.0
-    assert is_server_output("load_tensors: loading")
+    assert idle_after((60.0, Reading(), ["load_tensors: loading"], 0)) == 0.0
 
 
 def test_activity_is_summed_over_processes(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_supervisor_is_recognised_whatever_its_module_is_called(tmp_path: Path) 
     folder = tmp_path / "n"
     tail = {
         ("-m", "bakehouse.server.supervisor", str(folder), "7"): True,
-        ("-m", "bakehouse.server.supervisor", str(folder), "9"): True,
+        ("-m", "bakehouse.serve.keeper", str(folder), "9"): True,
         ("-m", "bakehouse.server.container_follower", str(folder), "c", "20", "n"): False,
         ("-m", "bakehouse.server.supervisor", str(tmp_path / "m"), "7"): False,
         ("-m", "pytest", str(folder), "7"): False,

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from bakehouse.context import Context
-from bakehouse.cuda import configure
 from bakehouse.cuda.configure import for_builder
 from bakehouse.cuda.toolkit import NotAToolkit, Told, inspect
 from bakehouse.errors import HostError
@@ -106,9 +105,7 @@ def test_container_build_takes_native_as_this_machines_gpu(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = [Gpu(index=0, name="NVIDIA GB10", compute_capability="12.1", driver="580.1")]
-    monkeypatch.setattr(
-        configure, "compute_capabilities", lambda _: tuple(one.compute_capability for one in seen)
-    )
+    monkeypatch.setattr(type(context), "gpus", property(lambda _: tuple(seen)))
     native = for_builder(context, recipe("native"))
     assert native.build
     assert native.build.cmake["CMAKE_CUDA_ARCHITECTURES"] == "121a-real"
