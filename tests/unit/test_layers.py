@@ -15,11 +15,11 @@ LAYERS = """
     util
     recipe
     system
+    host
     context
     lock
     checkpoints
     sources
-    host
     cuda toolchain
     engines
     memory
