@@ -94,7 +94,7 @@ def main(
     """Run one task, print its result and return the exit code. Never raises.
 
     `options` are the task's flags by name, None for a flag that was not given; for `recipes` and
-    `checkout` see `places.recipes_folder`.
+    `checkout` see `paths.recipes_folder`.
     """
     _fill_standard_streams()
     redactor = Redactor(secret_values(os.environ))

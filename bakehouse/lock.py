@@ -170,7 +170,7 @@ class Lock(Frozen):
     recipe: str
     engine: str
     wants: str
-    """Digest of the resolved parts of the recipe; see `resolve.wants`."""
+    """Digest of the resolved parts of the recipe; see `resolver.wants`."""
     source: SourcePin | None = None
     patches: tuple[PatchPin, ...] = ()
     source_tree: str | None = None

@@ -1,1 +1,1 @@
-"""Carry out a build plan: configure, accept, compile, install, verify; an artifact or nothing."""
+"""Run a plan: builds and images."""

@@ -1,1 +1,1 @@
-"""Weight files: what their headers declare, read without loading a tensor."""
+"""Weight files: headers, shards, shapes, resharding."""

@@ -172,7 +172,7 @@ def _paragraph(finding: Finding) -> str:
             f"{finding.severity.upper()} {finding.id} ({finding.stage}{often})",
             f"  line {finding.line_number}: {finding.line}",
             f"  cause: {finding.cause}",
-            f"  mend:  {finding.mend}",
+            f"  fix:   {finding.mend}",
         )
     )
 

@@ -1,1 +1,1 @@
-"""CUDA toolkits: found, provided, forced as a pair, accepted from CMake's own words."""
+"""CUDA toolkits: find, install, force as a pair, verify."""

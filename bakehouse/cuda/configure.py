@@ -250,7 +250,7 @@ def select_toolkit(
     if build is None or build.cuda is None or not wants_cuda(build):
         return None
     wanted = build.cuda.version
-    architectures = _architectures_settle(ctx, build)
+    architectures = _expanded_architectures(ctx, build)
     if build.cuda.provide == "pypi":
         checked = _pinned(recipe.name, pin, wanted)
         toolkit = provide(ctx, checked) if make else described(ctx.places, checked)
@@ -262,7 +262,7 @@ def select_toolkit(
     return SelectedToolkit(toolkit, toolkit.identity, wanted, architectures)
 
 
-def _architectures_settle(ctx: Context, build: Build) -> tuple[str, ...]:
+def _expanded_architectures(ctx: Context, build: Build) -> tuple[str, ...]:
     text = str(build.cmake.get(ARCHITECTURES, "native"))
     if text.strip() != "native":
         return expand_native(text, ())
@@ -297,7 +297,7 @@ def described(places: Places, pin: ToolkitPin) -> Toolkit:
 
 
 def with_architectures(recipe: Recipe, settled: SelectedToolkit) -> Recipe:
-    """Give the recipe as it is built here: `native` expanded, the pair left to `force`."""
+    """Expand `native` and remove the pair, which `cmake_overrides` sets."""
     cmake = dict(recipe.build.cmake) if recipe.build else {}
     for name in (ROOT, COMPILER):
         cmake.pop(name, None)
@@ -311,7 +311,7 @@ def for_builder(ctx: Context, recipe: Recipe) -> Recipe:
     """
     if recipe.build is None or not wants_cuda(recipe.build):
         return recipe
-    architectures = ";".join(_architectures_settle(ctx, recipe.build))
+    architectures = ";".join(_expanded_architectures(ctx, recipe.build))
     return _with_cmake(recipe, {**recipe.build.cmake, ARCHITECTURES: architectures})
 
 

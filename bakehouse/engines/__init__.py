@@ -1,1 +1,1 @@
-"""What each engine asks of Bakehouse: definitions, arguments, endpoints, acceptance."""
+"""Everything specific to one engine, behind one interface."""

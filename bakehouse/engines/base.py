@@ -1,7 +1,7 @@
 """What every engine provides.
 
 An accept rule is a pure function from these to checks, so that it is tested on recorded output;
-`build.configure` reads the output of a real build folder.
+`build/cmake_file_api.py` reads the output of a real build folder.
 
 Names as llama.cpp build 11434 (`tools/server/server-task.cpp`) and vLLM 0.32 give them, in the text
 format of Prometheus. A counter that an engine does not publish is None.

@@ -1,4 +1,1 @@
-"""What log lines mean: rows of data, one scanner for finished logs and for a live tail.
-
-`scan(lines)` judges a finished log, `Scanner` follows a growing one; both are the same code.
-"""
+"""Signatures of log lines, and the scanner."""

@@ -1,6 +1,8 @@
 """Signatures of log lines: templates, the data files, and their index.
 
-offloaded <n:layers>/<n> layers to GPU
+A template is a line as the log has it, with placeholders, such as:
+
+    offloaded <n:layers>/<n> layers to GPU
 
 `<n>` is a number, `<w>` a run without spaces, `<*>` anything within the line, `<a|b>` one of
 several spellings, `<again>` one syllable or sign over and over; a name after a colon keeps what was
@@ -199,7 +201,7 @@ def build(rows: Iterable[Row]) -> Catalogue:
     index: dict[bytes, list[Signature]] = {}
     for row in rows:
         if row.id in known:
-            raise ValueError(f"the id '{row.id}' stands twice")
+            raise ValueError(f"the id '{row.id}' is used twice")
         known[row.id] = row
         for template in (template for text in row.pattern for template in spellings(text)):
             anchor = max(template.words, key=lambda word: (word not in _COMMON, len(word), word))
@@ -215,7 +217,7 @@ def resolve(rows: Collection[Row]) -> None:
     for row in rows:
         for name in (*row.needs, *row.unless):
             if name not in ids:
-                raise ValueError(f"{row.id} refers to '{name}', which no row is called")
+                raise ValueError(f"{row.id} refers to '{name}', which does not exist")
 
 
 def read(path: Path) -> list[Row]:

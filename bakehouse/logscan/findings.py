@@ -72,7 +72,7 @@ class Comparison(Frozen):
 
 
 class Row(Frozen):
-    """One signature. `pattern` is a template (see `pattern.py`), or several spellings of it.
+    """One signature. `pattern` is a template (see `catalogue.py`), or several spellings of it.
 
     `needs` and `unless` name other rows of the same log: without all of the first, or with any of
     the second, the row's severity is `otherwise`, or the row is dropped. `where` sets bounds on

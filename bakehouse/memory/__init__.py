@@ -1,1 +1,1 @@
-"""What a recipe needs in memory, against what a machine has: arithmetic, nothing loaded."""
+"""Memory: what a server needs, what a machine has, what fits."""

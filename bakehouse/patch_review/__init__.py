@@ -1,1 +1,1 @@
-"""What a patch does to a server, with and without it."""
+"""Compare a server with a patch to one without it."""

@@ -1,1 +1,1 @@
-"""Patches: fetched and pinned, tried against sources, judged by what they do."""
+"""Patches: diffs, manifests, fetching, pinning, applying; the patched source tree."""

@@ -1,1 +1,1 @@
-"""Plans: from recipe, lock and host facts to steps. Pure: nothing here runs or reads anything."""
+"""Plans: every step of build and serve, pure and printable."""

@@ -27,7 +27,7 @@ tools that write absolute paths into their output (nvcc) write the same ones."""
 BYTES_A_JOB = 3 * 2**29
 """1.5 GiB: more than the largest of llama.cpp's C++ files takes to compile."""
 NINJA_STATUS = "[%f/%t %e] "
-"""Steps finished, steps in total, seconds so far; `build.ninja` parses it."""
+"""Steps finished, steps in total, seconds so far; `build/error_parser.py` parses it."""
 
 Where = Callable[[tuple[str, ...]], tuple[str, int, int]]
 """Gives file, line and column of a key of the recipe, such as ("build", "cmake", "GGML_X")."""

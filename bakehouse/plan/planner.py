@@ -1,6 +1,6 @@
 """Plan a whole recipe: fetch, build and serve.
 
-`survey` inspects this machine, once a command; everything after that is pure.
+`inspect_host` inspects this machine, once a command; everything after that is pure.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def inspect_host(
 ) -> HostEnvironment:
     """Find tools, host facts and toolkit; `make` installs a toolkit that is to be provided.
 
-    Raises HostError, LockError as `find_tools` and `settle` do.
+    Raises HostError, LockError as `find_tools` and `prepared` do.
     """
     if uses_image(recipe):
         return HostEnvironment(None, read_host(), for_builder(ctx, recipe), NOTHING)

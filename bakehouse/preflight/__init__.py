@@ -1,1 +1,1 @@
-"""What can be known to fail before anything is built or loaded."""
+"""What is refused before anything is built or started."""

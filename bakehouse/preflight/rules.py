@@ -227,16 +227,6 @@ def speculation_modes(recipe: Recipe) -> tuple[str, ...]:
     return tuple(dict.fromkeys(mode.strip() for mode in named.split(",") if mode.strip()))
 
 
-def _definitions(recipe: Recipe) -> tuple[Conflict, ...]:
-    """Return CMake definitions that a recipe must not set, whatever the toolkit."""
-    if recipe.engine != "llama.cpp" or recipe.build is None:
-        return ()
-    return tuple(
-        Conflict(("build", "cmake", r.name), r.message, r.hint)
-        for r in refusals(recipe.build.cmake, NOTHING)
-    )
-
-
 def _projector(recipe: Recipe) -> tuple[Conflict, ...]:
     sees = recipe.weights.projector is not None or "--mmproj" in recipe.serve.command
     patches = recipe.patches if recipe.experimental else ()
@@ -356,7 +346,9 @@ def combination_faults(loaded: LoadedRecipe, checks: Iterable[Check]) -> tuple[F
 def refuse(loaded: LoadedRecipe, checks: tuple[Check, ...]) -> None:
     """Raise RecipeError (exit 2) for a combination that must not be built or served."""
     if found := combination_faults(loaded, checks):
-        error = RecipeError(f"the recipe {loaded.recipe.name} is known to be bad", found)
+        error = RecipeError(
+            f"the recipe {loaded.recipe.name} uses a combination that is known to fail", found
+        )
         error.id = "known-bad"
         error.checks = checks
         raise error

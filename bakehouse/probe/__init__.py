@@ -1,1 +1,1 @@
-"""probe"""
+"""Ask a server questions and check its answers."""

@@ -1,6 +1,6 @@
 """Client of an OpenAI-compatible server.
 
-Every suite sends its requests through a `Talk`, which counts them. Safe to use from several
+Every suite sends its requests through a `Client`, which counts them. Safe to use from several
 threads.
 """
 

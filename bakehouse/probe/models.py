@@ -86,7 +86,7 @@ class Golden(Frozen):
     backend: str
     """What computed it: a bound is tight only for the same one."""
     identity: str = ""
-    """Digest of the server that they were taken from; see `Known`."""
+    """Digest of the server that they were taken from; see `ServedModel.identity`."""
     version: str = ""
     """The engine's own word for its build."""
     texts: Annotated[dict[str, GoldenText], Field(min_length=1)]

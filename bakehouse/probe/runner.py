@@ -73,7 +73,7 @@ def run_probe(
 
 
 def conclude(proofs: Sequence[SuiteProof]) -> Proof:
-    """Give the verdict over all suites, with the one sentence that a person needs."""
+    """Give the verdict over all suites, and one summary sentence."""
     checks = tuple(c for p in proofs for c in p.checks)
     word = worst(proofs).verdict
     verdict = overall(checks)
@@ -181,12 +181,12 @@ def change(before: Golden, after: Golden) -> str | None:
         for was, now in zip(old.logprobs, new.logprobs, strict=True)
     ]
     if not pairs:
-        return "the golden values before were of other texts or tokens"
+        return "the old golden values are for other texts or tokens"
     mean = math.fsum(was - now for was, now in pairs) / len(pairs)
     spread = math.fsum(abs(was - now) for was, now in pairs) / len(pairs)
     if abs(mean) <= SAME_BACKEND.mean and spread <= SAME_BACKEND.spread:
         return None
     return (
-        f"the golden values before were others: {mean:+.4f} nats a token now, single tokens "
+        f"the old golden values differ: {mean:+.4f} nats a token now, single tokens "
         f"{spread:.4f} apart; one of the two servers is wrong, or something was changed on purpose"
     )

@@ -1,1 +1,1 @@
-"""Recipes: strict YAML files, with the place of every fault."""
+"""Recipes: types, loading, validation, command templates."""

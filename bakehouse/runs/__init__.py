@@ -1,1 +1,1 @@
-"""Records of runs: a folder for each run, and an SQLite index."""
+"""Records of runs, and their index."""

@@ -1,1 +1,1 @@
-"""serve"""
+"""Servers: start, supervise, verify, report and stop them."""

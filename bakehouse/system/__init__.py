@@ -1,5 +1,1 @@
-"""Side effects, each behind a small protocol: processes, git, HTTP, the clock.
-
-Planning and judging take these as arguments and are tested without them; each adapter is tested
-against the real thing.
-"""
+"""Side effects: child processes, git, HTTP, downloads, the Docker Engine, the clock."""

@@ -1,7 +1,7 @@
 """Runs one child and ends all its descendants when the parent dies. Standard library only.
 
-Started as `python -I -S guard.py LIFELINE_FD -- ARGV…` by `ports.process`. The guard is the child's
-subreaper and holds the reading end of a pipe whose writing end only Bakehouse has: when Bakehouse
+Started as `python -I -S child_guard.py LIFELINE_FD -- ARGV…` by `system/process.py`. The guard is the
+child's subreaper and holds the reading end of a pipe whose writing end only Bakehouse has: when Bakehouse
 dies, however it dies, the pipe closes and the guard ends the child and every descendant, also those
 that moved to a session of their own. Killing the guard itself takes the child with it (PDEATHSIG).
 

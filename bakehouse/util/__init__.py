@@ -1,1 +1,1 @@
-"""Helpers that any package may use; they import nothing above them."""
+"""Small tools that know nothing of servers."""

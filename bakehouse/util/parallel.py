@@ -27,7 +27,7 @@ def run_parallel(jobs: Sequence[Callable[[], T]], most: int) -> list[T]:
     """Run jobs on at most `most` threads; give their results in order.
 
     The first error, or an interrupt, cancels the others: each notices with its next report of
-    progress (`Together`). One that waits for a silent host is left behind, and ends with us.
+    progress (`SharedProgress`). One that waits for a silent host is left behind, and ends with us.
     """
     if len(jobs) <= 1:
         return [job() for job in jobs]

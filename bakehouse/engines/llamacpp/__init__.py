@@ -1,1 +1,1 @@
-"""llama.cpp: how it is configured, accepted, served."""
+"""llama.cpp."""

@@ -241,7 +241,7 @@ def prepared(
     """Give what `plan_build` takes: the recipe as built here, and what the toolkit adds.
 
     `plan` only describes (`make=False`); `build` and `serve` install a toolkit from PyPI first.
-    Both give the same digest. Raises what `toolkit.settle.settle` raises.
+    Both give the same digest. Raises as `select_toolkit` does.
     """
     settled = select_toolkit(ctx, recipe, lock.toolkit, make=make)
     if settled is None:

@@ -139,7 +139,7 @@ def refuse(
             )
         )
     if faults:
-        raise RecipeError("the command sets flags that Bakehouse has to set itself", faults)
+        raise RecipeError("the command cannot be used", faults)
 
 
 def additions(

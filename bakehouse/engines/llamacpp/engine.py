@@ -1,4 +1,4 @@
-"""llama-server: command rules, added flags, and the check against --help.
+"""llama-server as an engine: what it must show over HTTP and in its log.
 
 Shapes as in llama.cpp build 11434. A field that is missing or of another type counts as nothing
 observed: the check is unknown, never passed.

@@ -4,7 +4,8 @@ Shapes as in vLLM 0.32. A field that is missing or of another type makes a check
 settings in effect are in one line of the log,
 `Initializing a V1 LLM engine (vVERSION) with config: …`.
 
-The engine finds each of these problems late, after minutes of loading, and blames something else.
+vLLM itself reports the conflicts that `conflicts` finds only after minutes of loading, and
+blames something else.
 
 Inside the container the server listens on all of the container's own addresses; outside, its port
 is published on one address of the host.

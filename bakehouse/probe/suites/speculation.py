@@ -1,4 +1,4 @@
-"""
+"""The suite `speculation`: drafting is active, and the text is the one without drafts.
 
 Speculation is lossless by its promise: at temperature 0 each token must be the one that the model
 alone would say after the same text. Batches of other sizes round otherwise, so two tokens that are
