@@ -23,7 +23,7 @@ from bakehouse import __version__
 from bakehouse.debug_log import debug
 from bakehouse.errors import HostError
 from bakehouse.redact import clean
-from bakehouse.system.clock import Clock
+from bakehouse.system.process import Clock
 
 if TYPE_CHECKING:
     import requests

@@ -25,7 +25,7 @@ from bakehouse.progress import Silent
 from bakehouse.runs.index import Index
 from bakehouse.server.session import start_or_reuse
 from bakehouse.server.status import get_status, stop
-from bakehouse.system.clock import Clock
+from bakehouse.system.process import Clock
 from tests.support import openai_fake as fake
 from tests.support.openai_fake import chat, right
 from tests.support.serving import Notes, agree, left_of, order
