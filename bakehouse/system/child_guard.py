@@ -1,9 +1,10 @@
 """Runs one child and ends all its descendants when the parent dies. Standard library only.
 
-Started as `python -I -S guard.py LIFELINE_FD -- ARGV…` by `ports.process`. The guard is the child's
-subreaper and holds the reading end of a pipe whose writing end only Bakehouse has: when Bakehouse
-dies, however it dies, the pipe closes and the guard ends the child and every descendant, also those
-that moved to a session of their own. Killing the guard itself takes the child with it (PDEATHSIG).
+Started as `python -I -S child_guard.py LIFELINE_FD -- ARGV…` by `system.process`. The guard is the
+child's subreaper and holds the reading end of a pipe whose writing end only Bakehouse has: when
+Bakehouse dies, however it dies, the pipe closes and the guard ends the child and every descendant,
+also those that moved to a session of their own. Killing the guard itself takes the child with it
+(PDEATHSIG).
 
 The child's exit is reported on the guard's own: 0 to 255 as it is; a signal by raising the same
 signal here, so that whoever waits for the guard sees what the child died of.
