@@ -96,7 +96,11 @@ def main(
     `options` are the task's flags by name, None for a flag that was not given; for `recipes` and
     `checkout` see `paths.recipes_folder`.
     """
-    _fill_standard_streams()
+    for number in (0, 1, 2):  # else a file would get a closed stream's number
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
     redactor = Redactor(secret_values(os.environ))
     edge = Edge(task, options, json, debug, recipes, checkout, redactor)
     try:
@@ -311,32 +315,23 @@ def _show(result: Result, edge: Edge) -> int:
         document = edge.redactor.data(result.document())
         failed = _emit(sys.stdout, to_json(document), encoding="utf-8")
     else:
-        failed = _emit(sys.stdout, _as_text(result, edge.redactor))
-        _show_error(result, edge.redactor)
+        parts = []  # what matters most comes last
+        if result.checks and not result.raised and not result.told:
+            parts += _check_lines(result.checks, sys.stdout, edge.redactor)
+        if result.text:
+            parts.append(clean(edge.redactor.text(result.text)).rstrip("\n"))
+        failed = _emit(sys.stdout, "\n".join(parts) + "\n" if parts else "")
+        if result.error:
+            from bakehouse.console import error_lines
+
+            checks = result.checks if result.raised else ()
+            lines = _check_lines(checks, sys.stderr, edge.redactor) if checks else []
+            lines += map(edge.redactor.text, error_lines(result.error, result.record))
+            _emit(sys.stderr, "\n".join(lines) + "\n")
     if failed and result.exit == 0:
         _emit(sys.stderr, f"error: the result could not be printed: {failed.strerror or failed}\n")
         return HostError.exit_code
     return result.exit
-
-
-def _as_text(result: Result, redactor: Redactor) -> str:
-    """Return the checks, then the command's text: what matters most comes last."""
-    parts = []
-    if result.checks and not result.raised and not result.told:
-        parts += _check_lines(result.checks, sys.stdout, redactor)
-    if result.text:
-        parts.append(clean(redactor.text(result.text)).rstrip("\n"))
-    return "\n".join(parts) + "\n" if parts else ""
-
-
-def _show_error(result: Result, redactor: Redactor) -> None:
-    if not result.error:
-        return
-    from bakehouse.console import error_lines
-
-    lines = _check_lines(result.checks, sys.stderr, redactor) if result.raised else []
-    lines += map(redactor.text, error_lines(result.error, result.record))
-    _emit(sys.stderr, "\n".join(lines) + "\n")
 
 
 def _check_lines(checks: Iterable[Check], stream: TextIO | None, redactor: Redactor) -> list[str]:
@@ -365,12 +360,3 @@ def _emit(
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return error if gone or not isinstance(error, BrokenPipeError) else None
     return None
-
-
-def _fill_standard_streams() -> None:
-    """Open /dev/null for each closed standard stream, or a file would get its number."""
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)

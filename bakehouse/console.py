@@ -60,26 +60,19 @@ def check_lines(checks: Iterable[Check], *, width: int = 100, colour: bool = Fal
         else:
             parts = [f"expected: {_one_line(one.expected)}", f"observed: {_one_line(one.observed)}"]
             parts += [f"at: {_one_line(one.where)}"] if one.where else []
-        lines += _layout(head, parts, width, _COLOURS[one.verdict] if colour else None)
-    return lines
-
-
-def _layout(head: str, parts: list[str], width: int, colour: str | None) -> list[str]:
-    """Return one line if everything fits, else a line for each part, wrapped and indented."""
-    indent = " " * len(head)
-    whole = head + "; ".join(parts)
-    if len(whole) <= width:
-        lines = [whole]
-    else:
-        lines = []
-        for part in parts:
-            lines += textwrap.wrap(
-                part, max(width, len(head) + 30), initial_indent=indent,
-                subsequent_indent=indent + "  ", break_on_hyphens=False, break_long_words=False,
-            ) or [indent]  # fmt: skip
-        lines[0] = head + lines[0][len(indent) :]
-    if colour:
-        lines[0] = f"\x1b[{colour}m{lines[0][:7]}\x1b[0m{lines[0][7:]}"
+        block, indent = [head + "; ".join(parts)], " " * len(head)
+        if len(block[0]) > width:  # a line for each part, wrapped and indented
+            block = []
+            for part in parts:
+                block += textwrap.wrap(
+                    part, max(width, len(head) + 30), initial_indent=indent,
+                    subsequent_indent=indent + "  ", break_on_hyphens=False, break_long_words=False,
+                ) or [indent]  # fmt: skip
+            block[0] = head + block[0][len(indent) :]
+        if colour:
+            shade = _COLOURS[one.verdict]
+            block[0] = f"\x1b[{shade}m{block[0][:7]}\x1b[0m{block[0][7:]}"
+        lines += block
     return lines
 
 

@@ -15,10 +15,9 @@ from bakehouse.models import Check
 from bakehouse.paths import Places
 from bakehouse.progress import Progress, Silent
 from bakehouse.redact import Redactor
-from bakehouse.system.clock import Clock
 from bakehouse.system.docker.client import DockerClient
 from bakehouse.system.http import Http
-from bakehouse.system.process import Processes
+from bakehouse.system.process import Clock, Processes
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,44 @@ from bakehouse.errors import HostError
 
 
 @dataclass(frozen=True)
+class _Below:
+    """A path below one of the two folders."""
+
+    root: str
+    name: str
+
+    def __get__(self, places: Places, _: type[Places]) -> Path:
+        root: Path = getattr(places, self.root)
+        return root / self.name
+
+
+@dataclass(frozen=True)
 class Places:
     """The two folders that Bakehouse writes to: `cache` can be made again, `state` cannot."""
 
     cache: Path
     state: Path
+
+    git = _Below("cache", "git")
+    """One bare mirror a repository."""
+    downloads = _Below("cache", "downloads")
+    """Archives and wheels, by sha256."""
+    builds = _Below("cache", "builds")
+    """Artifacts, by digest."""
+    weights = _Below("cache", "weights")
+    """Weight files, by sha256 of the pin that names them."""
+    toolkits = _Below("cache", "toolkits")
+    """CUDA toolkits that Bakehouse provides."""
+    compiler_cache = _Below("cache", "ccache")
+    """Folder of ccache."""
+    images = _Below("cache", "images")
+    """Capabilities of container images, by digest; the engine keeps the images."""
+    runs = _Below("state", "runs")
+    """One folder a run, with its record and logs."""
+    servers = _Below("state", "servers")
+    """One folder a running (or just ended) server."""
+    index = _Below("state", "index.sqlite")
+    """SQLite index over all records."""
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] | None = None) -> Places:
@@ -35,56 +68,6 @@ class Places:
                 hint="set BAKEHOUSE_HOME to a writable folder",
                 id="no-home",
             ) from error
-
-    @property
-    def git(self) -> Path:
-        """One bare mirror a repository."""
-        return self.cache / "git"
-
-    @property
-    def downloads(self) -> Path:
-        """Archives and wheels, by sha256."""
-        return self.cache / "downloads"
-
-    @property
-    def builds(self) -> Path:
-        """Artifacts, by digest."""
-        return self.cache / "builds"
-
-    @property
-    def weights(self) -> Path:
-        """Weight files, by sha256 of the pin that names them."""
-        return self.cache / "weights"
-
-    @property
-    def toolkits(self) -> Path:
-        """CUDA toolkits that Bakehouse provides."""
-        return self.cache / "toolkits"
-
-    @property
-    def compiler_cache(self) -> Path:
-        """Folder of ccache."""
-        return self.cache / "ccache"
-
-    @property
-    def images(self) -> Path:
-        """Capabilities of container images, by digest; the engine keeps the images."""
-        return self.cache / "images"
-
-    @property
-    def runs(self) -> Path:
-        """One folder a run, with its record and logs."""
-        return self.state / "runs"
-
-    @property
-    def servers(self) -> Path:
-        """One folder a running (or just ended) server."""
-        return self.state / "servers"
-
-    @property
-    def index(self) -> Path:
-        """SQLite index over all records."""
-        return self.state / "index.sqlite"
 
 
 def _user(env: Mapping[str, str]) -> Path:

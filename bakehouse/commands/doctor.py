@@ -55,7 +55,12 @@ def run(ctx: Context, _options: Options) -> Outcome:
         _version(ctx, "git", "git", _apt("git"), "git", "--version"),
         *_tools(ctx),
     ]
-    optional = [*_docker(ctx, gpus), _gpu(gpus), _toolkits(ctx), _ccache(ctx)]
+    found = shutil.which("ccache", path=ctx.environment.get("PATH", os.defpath))
+    ccache = _line(
+        "ccache", "ccache (faster rebuilds)", found or "none found", "PATH", _apt("ccache"),
+        ok=bool(found),
+    )  # fmt: skip
+    optional = [*_docker(ctx, gpus), _gpu(gpus), _toolkits(ctx), ccache]
     missing = [line for line in needed if not line.check.passed]
     error = None
     if missing:
@@ -209,9 +214,3 @@ def _toolkits(ctx: Context) -> Line:
         'not needed for a recipe with build.cuda: {version: "13.0", provide: pypi}',
         ok=bool(good),
     )  # fmt: skip
-
-
-def _ccache(ctx: Context) -> Line:
-    found = shutil.which("ccache", path=ctx.environment.get("PATH", os.defpath))
-    expected = "ccache (faster rebuilds)"
-    return _line("ccache", expected, found or "none found", "PATH", _apt("ccache"), ok=bool(found))

@@ -69,26 +69,22 @@ def run(ctx: Context, options: Options) -> Outcome:
         id="nightly-busy",
     )
     with file_lock(lock, "a nightly run", ctx.progress.say, busy=busy):
-        return _run_all(ctx, options)
-
-
-def _run_all(ctx: Context, options: Options) -> Outcome:
-    started = ctx.clock.now()
-    results = []
-    for recipe in dict.fromkeys(options.recipe):
-        ctx.progress.say(f"== {recipe}")
-        results.append(_run_one(ctx, recipe, options))
-        ctx.progress.say(f"== {recipe}: {results[-1].summary}")
-    result: dict[str, Any] = {
-        "started": started.isoformat(timespec="seconds"),
-        "ended": ctx.clock.now().isoformat(timespec="seconds"),
-        "recipes": [one.to_data() for one in results],
-    }
-    path = ctx.places.state / "nightly" / f"{started:%Y%m%dT%H%M%SZ}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json(result))
-    text = f"{table(results)}\n\nwritten to {path}"
-    return Outcome({**result, "path": str(path)}, text, exit=worst([r.exit for r in results]))
+        started = ctx.clock.now()
+        results = []
+        for recipe in dict.fromkeys(options.recipe):
+            ctx.progress.say(f"== {recipe}")
+            results.append(_run_one(ctx, recipe, options))
+            ctx.progress.say(f"== {recipe}: {results[-1].summary}")
+        result: dict[str, Any] = {
+            "started": started.isoformat(timespec="seconds"),
+            "ended": ctx.clock.now().isoformat(timespec="seconds"),
+            "recipes": [one.to_data() for one in results],
+        }
+        path = ctx.places.state / "nightly" / f"{started:%Y%m%dT%H%M%SZ}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_json(result))
+        text = f"{table(results)}\n\nwritten to {path}"
+        return Outcome({**result, "path": str(path)}, text, exit=worst([r.exit for r in results]))
 
 
 def _run_one(ctx: Context, recipe: str, options: Options) -> RecipeResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -96,7 +95,14 @@ def run_check(ctx: Context, options: flags.Check) -> Outcome:
     if not wanted:
         raise NotFound("no recipes found", where=shown(ctx.recipes), hint="write one there")
     judged = [_judge(ctx, find(name, ctx.recipes), options.set_) for name in wanted]
-    _one_name_each(judged)
+    first: dict[str, Path] = {}
+    for one in judged:  # two recipes of one name would share their servers
+        if one.loaded:
+            name = one.loaded.recipe.name
+            path = first.setdefault(name, one.path)
+            if one.path != path:
+                place = one.loaded.origin("name")
+                one.faults.append(place.fault(f"name: {shown(path)} has the same name '{name}'"))
     faults = [fault for one in judged for fault in one.faults]
     lines = list(dict.fromkeys(str(fault) for fault in faults))
     count = f"{len(lines)} fault{'s' * (len(lines) != 1)}" if lines else "no faults"
@@ -129,36 +135,18 @@ def _judge(ctx: Context, path: Path, overrides: tuple[str, ...]) -> _Judged:
         loaded = load(path, overrides)
     except RecipeError as error:
         return _Judged(path, None, list(error.faults))
-    bad = rules.known_bad(loaded, types=_types(ctx, loaded))
+    try:
+        lock = read_lock(lock_path(loaded.path))
+    except LockError:
+        lock = None
+    types: frozenset[str] = frozenset()  # of the tensors, if locked and on this machine
+    if lock is not None and not drift(loaded.recipe, lock):
+        located = locate(ctx.places, loaded.folder, loaded.recipe, lock)
+        types = rules.types_on_disk(paths.files for paths in located.values())
+    bad = rules.known_bad(loaded, types=types)
     found = [
         *rules.faults(loaded),
         *rules.combination_faults(loaded, bad),
         *pin.faults(ctx, loaded),
     ]
     return _Judged(path, loaded, found, bad, pin.notes(ctx, loaded))
-
-
-def _types(ctx: Context, loaded: LoadedRecipe) -> frozenset[str]:
-    """Return the tensor types of the weights, if they are locked and on this machine."""
-    try:
-        lock = read_lock(lock_path(loaded.path))
-    except LockError:
-        lock = None
-    if lock is None or drift(loaded.recipe, lock):
-        return frozenset()
-    located = locate(ctx.places, loaded.folder, loaded.recipe, lock)
-    return rules.types_on_disk(paths.files for paths in located.values())
-
-
-def _one_name_each(judged: list[_Judged]) -> None:
-    """Refuse two recipes of one name: they would share their servers."""
-    by_name = defaultdict(list)
-    for one in judged:
-        if one.loaded:
-            by_name[one.loaded.recipe.name].append(one)
-    for name, ones in by_name.items():
-        for one in ones[1:]:
-            if one.loaded:
-                place = one.loaded.origin("name")
-                first = shown(ones[0].path)
-                one.faults.append(place.fault(f"name: {first} has the same name '{name}'"))

@@ -17,8 +17,8 @@ from bakehouse.probe.models import Endpoint
 from bakehouse.progress import Progress
 from bakehouse.recipe.models import Question, Request
 from bakehouse.runs.store import Cost
-from bakehouse.system.clock import Clock
 from bakehouse.system.http import Http, Reply, Unreachable
+from bakehouse.system.process import Clock
 from bakehouse.util.retry import Retry, TransientError, retry_after
 
 BUSY = frozenset({408, 425, 429, 502, 503, 504})

@@ -103,13 +103,6 @@ class Index:
 
         return self._use(query)
 
-    def latest(
-        self, *, task: str | None = None, recipe: str | None = None, ok: bool | None = None
-    ) -> Entry | None:
-        """Return the newest run that matches, if any."""
-        found = self.list(task=task, recipe=recipe, ok=ok, limit=1)
-        return found[0] if found else None
-
     def _use(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
         """Run `work` in one transaction; a damaged index is deleted and rebuilt."""
         self._file.parent.mkdir(parents=True, exist_ok=True)

@@ -188,7 +188,15 @@ class Run:
         self._answers: list[Answer] = []
         self._suites: list[SuiteRecord] = []
         self._finished: tuple[str, int] | None = None
-        self.id, self.folder = _make_folder(ctx.places.runs, task, recipe, now)
+        runs, stamp = ctx.places.runs, now.strftime("%Y%m%dT%H%M%SZ")
+        runs.mkdir(parents=True, exist_ok=True)
+        stem = "-".join([stamp, _slug(task), *([_slug(recipe)] if recipe else [])])
+        while True:
+            self.id = f"{stem}-{random.token_hex(2)}"
+            self.folder = runs / self.id
+            with suppress(FileExistsError):
+                self.folder.mkdir(mode=0o700)
+                break
 
     @classmethod
     @contextmanager
@@ -403,19 +411,6 @@ def _disk_errors(state: Path) -> Iterator[None]:
         )
         failed.where = f"{failed.where}{free}"
         raise failed from error
-
-
-def _make_folder(runs: Path, task: str, recipe: str | None, now: datetime) -> tuple[str, Path]:
-    """Create `runs/<UTC time>-<task>-<recipe>-<4 hex>`; return its name and path."""
-    runs.mkdir(parents=True, exist_ok=True)
-    parts = [now.strftime("%Y%m%dT%H%M%SZ"), _slug(task), *([_slug(recipe)] if recipe else [])]
-    while True:
-        id_ = "-".join([*parts, random.token_hex(2)])
-        try:
-            (runs / id_).mkdir(mode=0o700)
-        except FileExistsError:
-            continue
-        return id_, runs / id_
 
 
 def _slug(text: str) -> str:

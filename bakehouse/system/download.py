@@ -14,8 +14,8 @@ import urllib3
 
 from bakehouse.errors import HostError, is_disk_full, os_error
 from bakehouse.redact import clean, without_credentials
-from bakehouse.system.clock import Clock
 from bakehouse.system.http import HttpStatus, Unreachable, exchange, is_loopback, why
+from bakehouse.system.process import Clock
 from bakehouse.util.files import fsync_folder
 from bakehouse.util.retry import BUSY, Retry, TransientError, asks_to_return, retry_after
 
@@ -25,6 +25,13 @@ SILENCE_S = 60.0
 LONGEST_WAIT_S = 300.0
 """A host that asks for a longer pause is not waited for."""
 CHUNK = 2**18
+_HINTS = {
+    401: "login required: check that the right token is set",
+    403: "access denied: check permissions, or accept the terms in a browser",
+    404: "check the address; the file may have been removed",
+    410: "the file was removed",
+    451: "the file was removed for legal reasons",
+}
 
 
 class Download:
@@ -60,7 +67,9 @@ class Download:
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self._retry.call(self._attempt)
-            self._place()
+            os.replace(self.part, self.target)
+            self.note.unlink(missing_ok=True)
+            fsync_folder(self.target.parent)
             return self._patched
         except TransientError as error:
             way = "try again later" if error.after else "check the network and run it again"
@@ -71,7 +80,12 @@ class Download:
                 id="download",
             ) from None
         except OSError as error:
-            raise self._disk(error) from error
+            if is_disk_full(error):
+                raise self._disk_full(error.strerror or "no space") from error
+            hint = "check that the folder exists and is writable, or set BAKEHOUSE_HOME"
+            raise os_error(
+                error, "the download cannot be written", self.target.parent, hint
+            ) from error
 
     def _attempt(self) -> None:
         """Request the missing bytes and write them."""
@@ -122,7 +136,7 @@ class Download:
             f"the host answers {status} {clean(response.reason or '')}".rstrip(),
             status=status,
             where=self.shown,
-            hint=_status_hint(status),
+            hint=_HINTS.get(status, "open the address in a browser to see the reason"),
             headers=dict(response.headers),
         )
 
@@ -133,8 +147,11 @@ class Download:
             total = begin + int(length)
             self._expect(total, response.headers.get("Content-Type", ""))
         self._patched = begin > 0
-        self._check_space((total or 0) - begin)
-        self._write_note(response, total)
+        wanted, free = (total or 0) - begin, shutil.disk_usage(self.target.parent).free
+        if wanted > free:
+            raise self._disk_full(f"{wanted:,} bytes needed, {free:,} free")
+        note = {"url": self.url, "validator": _validator(response), "size": total}
+        self.note.write_text(json.dumps(note))
         done = begin
         with self.part.open("r+b" if begin else "wb") as file:
             file.truncate(begin)
@@ -174,10 +191,6 @@ class Download:
             return {}
         return note if isinstance(note, dict) else {}
 
-    def _write_note(self, response: requests.Response, total: int | None) -> None:
-        note = {"url": self.url, "validator": _validator(response), "size": total}
-        self.note.write_text(json.dumps(note))
-
     def _resumable(self) -> int:
         """Bytes of the part that can be kept; a part of unknown origin is deleted."""
         try:
@@ -193,23 +206,6 @@ class Download:
     def _discard(self) -> None:
         self.part.unlink(missing_ok=True)
         self.note.unlink(missing_ok=True)
-
-    def _place(self) -> None:
-        """Rename the whole file into place, and sync the folder."""
-        os.replace(self.part, self.target)
-        self.note.unlink(missing_ok=True)
-        fsync_folder(self.target.parent)
-
-    def _check_space(self, wanted: int) -> None:
-        free = shutil.disk_usage(self.target.parent).free
-        if wanted > free:
-            raise self._disk_full(f"{wanted:,} bytes needed, {free:,} free")
-
-    def _disk(self, error: OSError) -> HostError:
-        if is_disk_full(error):
-            return self._disk_full(error.strerror or "no space")
-        hint = "check that the folder exists and is writable, or set BAKEHOUSE_HOME"
-        return os_error(error, "the download cannot be written", self.target.parent, hint)
 
     def _disk_full(self, observed: str) -> HostError:
         return HostError(
@@ -237,14 +233,3 @@ def _content_range(value: str | None) -> tuple[int | None, int | None]:
     if unit != "bytes":
         return None, None
     return (int(begin) if begin.isdigit() else None, int(total) if total.isdigit() else None)
-
-
-def _status_hint(status: int) -> str:
-    hints = {
-        401: "login required: check that the right token is set",
-        403: "access denied: check permissions, or accept the terms in a browser",
-        404: "check the address; the file may have been removed",
-        410: "the file was removed",
-        451: "the file was removed for legal reasons",
-    }
-    return hints.get(status, "open the address in a browser to see the reason")

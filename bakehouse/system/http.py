@@ -23,7 +23,7 @@ from bakehouse import __version__
 from bakehouse.debug_log import debug
 from bakehouse.errors import HostError
 from bakehouse.redact import clean
-from bakehouse.system.clock import Clock
+from bakehouse.system.process import Clock
 
 if TYPE_CHECKING:
     import requests
@@ -212,11 +212,6 @@ def _next_hop(url: str, location: str) -> str:
     return there
 
 
-def _origin(url: str) -> tuple[str, str | None, int | None]:
-    parts = urlsplit(url)
-    return parts.scheme, parts.hostname, parts.port
-
-
 @contextmanager
 def exchange(
     method: str,
@@ -258,7 +253,8 @@ def exchange(
                 return
             response.close()
             there = _next_hop(url, location)
-            if _origin(there) != _origin(url):
+            old, new = urlsplit(url), urlsplit(there)
+            if (old.scheme, old.hostname, old.port) != (new.scheme, new.hostname, new.port):
                 sent = {k: v for k, v in sent.items() if k.lower() not in _PRIVATE_HEADERS}
             url = there
     raise Unreachable(f"redirected more than {MAX_REDIRECTS} times")

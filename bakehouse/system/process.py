@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, cast
@@ -41,6 +42,22 @@ def environment(
     base = os.environ if base is None else base
     chosen = {name: base[name] for name in PASSED_ON if name in base}
     return {**chosen, "LC_ALL": "C.UTF-8", "LANG": "C.UTF-8", "TZ": "UTC", **(extra or {})}
+
+
+class Clock:
+    """Wall time, monotonic time and sleep, which tests replace so that nothing has to wait."""
+
+    def now(self) -> datetime:
+        """Wall time, in UTC."""
+        return datetime.now(UTC)
+
+    def monotonic(self) -> float:
+        """Seconds that only grow."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
 
 
 @dataclass(frozen=True)
@@ -176,8 +193,15 @@ def _guarded(
     if timer:
         timer.daemon = True
         timer.start()
+
     # Orphans are ended at once: they may hold the pipe from which the output is read.
-    watch = threading.Thread(target=_end_orphans_of, args=(guard.pid,), daemon=True)
+    def end_left_over() -> None:
+        with suppress(ChildProcessError):  # wait without reaping
+            ended = os.waitid(os.P_PID, guard.pid, os.WEXITED | os.WNOWAIT)
+            if ended and ended.si_code != os.CLD_EXITED:
+                end_orphans()
+
+    watch = threading.Thread(target=end_left_over, daemon=True)
     watch.start()
     try:
         read(guard)
@@ -225,14 +249,6 @@ def _adopting_orphans() -> Iterator[None]:
         with _lock:
             _adopters -= 1
             _set_subreaper(_adopters > 0)
-
-
-def _end_orphans_of(guard: int) -> None:
-    """Wait for the guard's end, without reaping it; if it was killed, end what it left."""
-    with suppress(ChildProcessError):
-        ended = os.waitid(os.P_PID, guard, os.WEXITED | os.WNOWAIT)
-        if ended and ended.si_code != os.CLD_EXITED:
-            end_orphans()
 
 
 def end_orphans() -> None:

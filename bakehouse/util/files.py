@@ -68,23 +68,18 @@ def _begin(path: Path) -> tuple[Path, IO[bytes]]:
         handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         file = os.fdopen(handle, "wb")
         try:
-            _hold(handle)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # a sweeper was quicker
+                raise
+            except OSError:  # a file system without locks is never swept
+                pass
             if os.path.samestat(os.stat(part), os.fstat(handle)):
                 return part, file
         except (FileNotFoundError, BlockingIOError):
             pass
         file.close()
     raise OSError(errno.EAGAIN, "the temporary file was deleted by another process", str(path))
-
-
-def _hold(handle: int) -> None:
-    """Lock a new file. Raises BlockingIOError if a sweeper was quicker."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:  # a file system without locks is never swept
-        return
 
 
 def sweep(folder: Path) -> int:

@@ -25,7 +25,7 @@ from bakehouse.progress import Silent
 from bakehouse.runs.index import Index
 from bakehouse.server.session import start_or_reuse
 from bakehouse.server.status import get_status, stop
-from bakehouse.system.clock import Clock
+from bakehouse.system.process import Clock
 from tests.support import openai_fake as fake
 from tests.support.openai_fake import chat, right
 from tests.support.serving import Notes, agree, left_of, order
@@ -318,7 +318,7 @@ def test_watch_interrupted_leaves_a_record_and_the_server(ctx: Context) -> None:
     with pytest.raises(Interrupted) as caught:
         watch(ctx, interrupt, count=9)
     assert "after 1 round: 1 right" in caught.value.what
-    latest = Index(ctx.places).latest(task="watch", recipe="fake")
+    latest, *_ = Index(ctx.places).list(task="watch", recipe="fake")
     assert latest is not None
     kept = json.loads((ctx.places.runs / latest.id / "record.json").read_text())
     assert kept["exit"] == 130

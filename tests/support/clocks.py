@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from bakehouse.sources.files import SETTLED_NS
-from bakehouse.system.clock import Clock
+from bakehouse.system.process import Clock
 
 
 class ImpatientClock(Clock):

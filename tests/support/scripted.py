@@ -10,8 +10,8 @@ from typing import Any
 from bakehouse.probe.client import Client
 from bakehouse.probe.models import Endpoint
 from bakehouse.progress import Silent
-from bakehouse.system.clock import Clock
 from bakehouse.system.http import Http, Reply
+from bakehouse.system.process import Clock
 
 Answer = Callable[[str, dict[str, Any]], Any]
 """From path and body to a document, a (status, document) pair, or an exception to raise."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bakehouse.progress import Progress, Silent
-from bakehouse.system.clock import Clock
 from bakehouse.system.http import Http, Reply, Unreachable
+from bakehouse.system.process import Clock
 
 WORDS = (" the", " boat", " comes", " in", " and", " leaves", " again", ".")
 BEST, SECOND = -0.1, -2.4

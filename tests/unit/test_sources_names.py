@@ -18,10 +18,9 @@ from bakehouse.sources.files import cached_sha256, remembered
 from bakehouse.sources.git_mirror import mirror_folder
 from bakehouse.sources.pypi import find_file, index_url
 from bakehouse.sources.weights import select_files
-from bakehouse.system.clock import Clock
 from bakehouse.system.git import Git, check_url
 from bakehouse.system.http import Http, Reply, Unreachable
-from bakehouse.system.process import Captured, Processes
+from bakehouse.system.process import Captured, Clock, Processes
 from tests.support.clocks import settle
 
 

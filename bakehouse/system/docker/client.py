@@ -125,13 +125,9 @@ def find_endpoint(environment: Mapping[str, str]) -> Endpoint:
         origin = f"currentContext in {config_file(environment)}"
     if name == "default":
         return Endpoint(DEFAULT, "the default context")
-    return _context(environment, name, origin)
-
-
-def _context(environment: Mapping[str, str], name: str, origin: str) -> Endpoint:
-    folder = config_file(environment).parent / "contexts"
+    contexts = config_file(environment).parent / "contexts"
     key = hashlib.sha256(name.encode()).hexdigest()
-    meta = folder / "meta" / key / "meta.json"
+    meta = contexts / "meta" / key / "meta.json"
     try:
         docker = json.loads(meta.read_text())["Endpoints"]["docker"]
         host = docker["Host"]
@@ -142,7 +138,7 @@ def _context(environment: Mapping[str, str], name: str, origin: str) -> Endpoint
             hint="list contexts with 'docker context ls', or set DOCKER_HOST",
             id="docker-context",
         ) from None
-    tls = folder / "tls" / key / "docker"
+    tls = contexts / "tls" / key / "docker"
     found = Endpoint(
         str(host), f"the context '{name}'", tls if tls.is_dir() else None,
         not docker.get("SkipTLSVerify", False),

@@ -6,8 +6,9 @@ import grp
 import os
 import re
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from bakehouse.errors import BakehouseError, HostError, LockError, NotFound
 from bakehouse.redact import without_credentials
@@ -143,8 +144,40 @@ def unreachable(error: BaseException, host: str, origin: str) -> HostError:
             "ssh -NL /tmp/docker.sock:/var/run/docker.sock HOST",
         )  # fmt: skip
     for cause in causes_of(error):
-        if known := _by_cause(cause, where, parts):
-            return known
+        if isinstance(cause, PermissionError):
+            group = "root"
+            with suppress(OSError, KeyError, ValueError):
+                group = grp.getgrgid(os.stat(parts.path).st_gid).gr_name
+            what, id_ = "permission denied on the Docker socket", "docker-permission"
+            hint = (
+                f"sudo usermod -aG {'docker' if group == 'root' else group} $USER, then log in "
+                "again; members of that group are as good as root"
+            )
+        elif isinstance(cause, FileExistsError):
+            what, id_ = f"{parts.path} is not a socket", "docker-socket"
+            hint = "remove it and restart the engine, or name the right socket in DOCKER_HOST"
+        elif isinstance(cause, socket.gaierror):
+            what, id_ = (
+                f"unknown host of the Docker Engine: {parts.hostname}",
+                "docker-host-unknown",
+            )
+            hint = (
+                "fix the name where it is set (DOCKER_HOST, or: docker context ls), or the "
+                "network's name service"
+            )
+        # A unix socket with a full queue does not time out, but fails at once with EAGAIN.
+        elif isinstance(cause, TimeoutError | BlockingIOError) or "timed out" in str(cause):
+            what, id_ = "the Docker Engine does not answer in time", "docker-timeout"
+            hint = (
+                "it or its machine hangs: see journalctl -u docker; restarting it "
+                "(systemctl restart docker) ends its containers too"
+            )
+        elif "TLS" in type(cause).__name__ or "SSL" in type(cause).__name__:
+            what, id_ = f"no trusted connection to the Docker Engine: {cause}", "docker-tls"
+            hint = "see DOCKER_CERT_PATH: ca.pem, cert.pem and key.pem"
+        else:
+            continue
+        return HostError(what, where=where, id=id_, hint=hint)
     near = parts.scheme == "unix" or is_loopback(host)
     start = "start it: " + ("" if os.geteuid() == 0 else "sudo ") + "systemctl start docker; or "
     return HostError(
@@ -152,48 +185,3 @@ def unreachable(error: BaseException, host: str, origin: str) -> HostError:
         hint=(start if near else f"start it on {parts.hostname}, and check the firewall; or ")
         + "install it, see https://docs.docker.com/engine/install/; or name another in DOCKER_HOST",
     )  # fmt: skip
-
-
-def _by_cause(cause: BaseException, where: str, parts: SplitResult) -> HostError | None:
-    """Make the error for one exception of the chain, or None."""
-    if isinstance(cause, PermissionError):
-        return HostError(
-            "permission denied on the Docker socket", where=where, id="docker-permission",
-            hint=f"sudo usermod -aG {_group(parts.path)} $USER, then log in again; members of that "
-            "group are as good as root",
-        )  # fmt: skip
-    if isinstance(cause, FileExistsError):
-        return HostError(
-            f"{parts.path} is not a socket",
-            where=where, id="docker-socket",
-            hint="remove it and restart the engine, or name the right socket in DOCKER_HOST",
-        )  # fmt: skip
-    if isinstance(cause, socket.gaierror):
-        return HostError(
-            f"unknown host of the Docker Engine: {parts.hostname}", where=where,
-            id="docker-host-unknown",
-            hint="fix the name where it is set (DOCKER_HOST, or: docker context ls), or the "
-            "network's name service",
-        )  # fmt: skip
-    # A unix socket with a full queue does not time out, but fails at once with EAGAIN.
-    if isinstance(cause, TimeoutError | BlockingIOError) or "timed out" in str(cause):
-        return HostError(
-            "the Docker Engine does not answer in time", where=where, id="docker-timeout",
-            hint="it or its machine hangs: see journalctl -u docker; restarting it "
-            "(systemctl restart docker) ends its containers too",
-        )  # fmt: skip
-    if "TLS" in type(cause).__name__ or "SSL" in type(cause).__name__:
-        return HostError(
-            f"no trusted connection to the Docker Engine: {cause}", where=where,
-            id="docker-tls", hint="see DOCKER_CERT_PATH: ca.pem, cert.pem and key.pem",
-        )  # fmt: skip
-    return None
-
-
-def _group(path: str) -> str:
-    """The group that may use a socket; `docker` if it cannot be read or is root's."""
-    try:
-        name = grp.getgrgid(os.stat(path).st_gid).gr_name
-    except (OSError, KeyError, ValueError):
-        return "docker"
-    return "docker" if name == "root" else name

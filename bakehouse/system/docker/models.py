@@ -204,31 +204,27 @@ def engine_facts(info: Mapping[str, Any], version: Mapping[str, Any], host: str)
     """Read `/info` and `/version`."""
     number = str(version.get("ApiVersion") or "0")
     api = tuple(map(int, number.split(".")))
+    runtimes, devices = info.get("Runtimes") or {}, info.get("DiscoveredDevices") or ()
+    gpus: Literal["runtime", "cdi", "cdi-unlisted", "none"] = "none"
+    if "nvidia" in runtimes:
+        gpus = "runtime"
+    elif any(str(d.get("ID", "")).startswith(f"{CDI_KIND}=") for d in devices):
+        gpus = "cdi"
+    # An empty list of folders means that the engine's CDI is switched off.
+    elif api < CDI_LISTED_SINCE and info.get("CDISpecDirs"):
+        gpus = "cdi-unlisted"
     return EngineFacts(
         version=str(version.get("Version") or "unknown"),
         api=number,
         arch=machine_arch(str(version.get("Arch") or info.get("Architecture") or "")),
         system=str(info.get("OSType") or "linux"),
-        runtimes=tuple(sorted(info.get("Runtimes") or {})),
-        gpus=_gpu_access(info, api),
+        runtimes=tuple(sorted(runtimes)),
+        gpus=gpus,
         buildkit=api >= (1, 39),
         root=str(info.get("DockerRootDir") or ""),
         host=host,
         security=tuple(map(str, info.get("SecurityOptions") or ())),
     )
-
-
-def _gpu_access(
-    info: Mapping[str, Any], api: tuple[int, ...]
-) -> Literal["runtime", "cdi", "cdi-unlisted", "none"]:
-    """How GPUs are requested: through NVIDIA's runtime if it is registered, else as CDI devices."""
-    if "nvidia" in (info.get("Runtimes") or {}):
-        return "runtime"
-    devices = info.get("DiscoveredDevices") or ()
-    if any(str(d.get("ID", "")).startswith(f"{CDI_KIND}=") for d in devices):
-        return "cdi"
-    # An empty list of folders means that the engine's CDI is switched off.
-    return "cdi-unlisted" if api < CDI_LISTED_SINCE and info.get("CDISpecDirs") else "none"
 
 
 def image_facts(data: Mapping[str, Any]) -> ImageFacts:
