@@ -18,8 +18,7 @@ from typing import Any, Protocol
 from bakehouse.cuda.toolkit import Requested, Toolkit
 from bakehouse.lock import Lock
 from bakehouse.models import Check, Frozen
-from bakehouse.recipe.models import Recipe
-from bakehouse.recipe.template import Paths
+from bakehouse.recipe.models import Recipe, WeightPaths
 from bakehouse.recipe.types import Origin
 
 
@@ -284,7 +283,7 @@ class Engine(Protocol):
     forced_environment: Mapping[str, str]
     """Variables of its container that a recipe cannot change."""
 
-    def served(self, weights: Paths) -> str:
+    def served(self, weights: WeightPaths) -> str:
         """Give the path by which the server reports its model."""
 
     def arguments(self, command: Sequence[str]) -> tuple[tuple[str, str | None], ...]:

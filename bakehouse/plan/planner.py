@@ -22,8 +22,7 @@ from bakehouse.plan.image import plan_image, plan_image_build, uses_image
 from bakehouse.plan.serve import plan_serve
 from bakehouse.plan.types import BuildPlan, ImagePlan, Plan, Step
 from bakehouse.recipe.loader import LoadedRecipe
-from bakehouse.recipe.models import Recipe
-from bakehouse.recipe.template import Paths
+from bakehouse.recipe.models import Recipe, WeightPaths
 from bakehouse.sources.weights import locate
 from bakehouse.toolchain import Tools, find_tools
 
@@ -120,7 +119,7 @@ def make_plan(
     ), asked  # fmt: skip
 
 
-def _fetch_steps(lock: Lock, weights: Mapping[str, Paths]) -> tuple[Step, ...]:
+def _fetch_steps(lock: Lock, weights: Mapping[str, WeightPaths]) -> tuple[Step, ...]:
     steps = []
     if source := lock.source:
         if isinstance(source, GitPin):

@@ -6,7 +6,6 @@ them on the host are no input of the server.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 
@@ -15,8 +14,8 @@ from bakehouse.lock import Lock
 from bakehouse.paths import Places
 from bakehouse.plan.types import ServePlan
 from bakehouse.preflight.rules import WEIGHTS, bind_address, volumes
-from bakehouse.recipe.models import Recipe
-from bakehouse.recipe.template import Paths, StandIn, render, template_variables
+from bakehouse.recipe.models import Recipe, WeightPaths
+from bakehouse.recipe.template import render, template_variables
 from bakehouse.recipe.types import Origin
 from bakehouse.system.docker.models import OURS, ContainerSpec, Mount, Published
 
@@ -31,7 +30,7 @@ def plan_serve(
     recipe: Recipe,
     lock: Lock,
     binary: str,
-    weights: Mapping[str, Paths],
+    weights: Mapping[str, WeightPaths],
     *,
     places: Places,
     origin: Origin,
@@ -51,7 +50,7 @@ def plan_serve(
     has_key = recipe.serve.api_key is not None
     address = bind_address(host or recipe.serve.host, has_key=has_key)
     chosen = recipe.serve.port if port is None else port
-    visible: Mapping[str, Paths] = {r: inside(r, lock) for r in weights} if image else weights
+    visible: Mapping[str, WeightPaths] = {r: inside(r, lock) for r in weights} if image else weights
     variables = template_variables(recipe, server=binary, weights=visible)
     command = render(recipe.serve.command, variables, origin=origin)
     engine.refuse(command, recipe, origin, lock)
@@ -83,17 +82,12 @@ def container_name(server: str) -> str:
     return f"bakehouse-{server.replace('@', '.')}"
 
 
-def inside(role: str, lock: Lock) -> StandIn:
+def inside(role: str, lock: Lock) -> WeightPaths:
     """Return the paths of one role's weights inside the container."""
-    base = WEIGHTS / role
-    files = tuple(str(base / pin.path) for pin in lock.weights[role].files)
-    loadable = [f for f in files if f.endswith((".gguf", ".safetensors"))]
-    first = min(loadable or files)
-    folder = os.path.commonpath([os.path.dirname(f) for f in files])
-    return StandIn(first, first if len(files) == 1 else folder, files)
+    return WeightPaths.of([str(WEIGHTS / role / pin.path) for pin in lock.weights[role].files])
 
 
-def weight_mounts(lock: Lock, weights: Mapping[str, Paths]) -> tuple[Mount, ...]:
+def weight_mounts(lock: Lock, weights: Mapping[str, WeightPaths]) -> tuple[Mount, ...]:
     """Mount each pinned file, read-only, at its path of `inside`."""
     return tuple(
         Mount(source=source, target=target)

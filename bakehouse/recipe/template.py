@@ -12,14 +12,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from bakehouse.errors import Fault, RecipeError
-from bakehouse.recipe.models import Recipe
+from bakehouse.recipe.models import Recipe, WeightPaths
 from bakehouse.recipe.types import Origin, kind, printable
 from bakehouse.util.text import did_you_mean
 
-if TYPE_CHECKING:  # Jinja is slow to import, and this module is imported for `Paths` as well
+if TYPE_CHECKING:  # Jinja is slow to import
     from jinja2 import Environment, nodes
 
 MAX_ARGUMENT = 128 * 1024 - 1
@@ -28,33 +28,8 @@ NOT_IN_COMMANDS = frozenset({"command", "env", "api_key", "vars"})
 """Keys of `serve` that a template cannot use."""
 
 
-class Paths(Protocol):
-    """Where one role's weights are, as the engine sees them."""
-
-    @property
-    def first(self) -> str:
-        """The file to name: the only one, or the first shard."""
-
-    @property
-    def path(self) -> str:
-        """The folder, or the single file."""
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """All files, in order."""
-
-
-@dataclass(frozen=True)
-class StandIn:
-    """Example weights, to try a template before anything is fetched."""
-
-    first: str
-    path: str
-    files: tuple[str, ...]
-
-
 def template_variables(
-    recipe: Recipe, *, server: str, weights: Mapping[str, Paths]
+    recipe: Recipe, *, server: str, weights: Mapping[str, WeightPaths]
 ) -> dict[str, Any]:
     """Return the variables of a template: server, name, serve, weights, vars and host.
 
@@ -85,7 +60,7 @@ def trial_variables(recipe: Recipe) -> dict[str, Any]:
     weights = {}
     for role, _ in recipe.weights.items():
         first = f"/weights/{role}/{role}.gguf"
-        weights[role] = StandIn(first, f"/weights/{role}", (first,))
+        weights[role] = WeightPaths(first, f"/weights/{role}", (first,))
     return template_variables(recipe, server=server, weights=weights)
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from bakehouse.errors import RecipeError
 from bakehouse.recipe.loader import load
-from bakehouse.recipe.template import StandIn, render, template_variables, trial_variables
+from bakehouse.recipe.models import WeightPaths
+from bakehouse.recipe.template import render, template_variables, trial_variables
 from bakehouse.recipe.types import Origin
 from tests.support.recipe_text import GOOD, loaded, write
 
@@ -273,7 +274,7 @@ def test_template_fault_has_the_right_line_in_every_yaml_style(tmp_path: Path) -
 def test_template_variables_have_one_shape(tmp_path: Path) -> None:
     recipe = loaded(tmp_path, GOOD + "  ready_timeout: 90s\n  vars: {a: yes}\n").recipe
     real = template_variables(
-        recipe, server="/s", weights={"model": StandIn("/m/a", "/m", ("/m/a", "/m/b"))}
+        recipe, server="/s", weights={"model": WeightPaths("/m/a", "/m", ("/m/a", "/m/b"))}
     )
     trial = trial_variables(recipe)
     assert trial.keys() == real.keys() == {"server", "name", "serve", "weights", "vars", "host"}

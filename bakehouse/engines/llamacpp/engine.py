@@ -14,8 +14,7 @@ from bakehouse.engines.base import Answer, Requirements
 from bakehouse.engines.llamacpp import command as rules
 from bakehouse.engines.llamacpp.command import Features
 from bakehouse.models import Check, check
-from bakehouse.recipe.models import Recipe
-from bakehouse.recipe.template import Paths
+from bakehouse.recipe.models import Recipe, WeightPaths
 
 OFFLOADED = re.compile(r"offloaded (\d+)/(\d+) layers to GPU")
 ATTENTION = re.compile(r"flash_attn\s*=\s*(enabled|disabled|auto)\b")
@@ -198,7 +197,7 @@ class LlamaCpp:
     model_names = staticmethod(model_names)
     stage = staticmethod(stage)
 
-    def served(self, weights: Paths) -> str:
+    def served(self, weights: WeightPaths) -> str:
         """Give the file that it names in /props."""
         return weights.first
 

@@ -31,8 +31,7 @@ from bakehouse.engines.vllm.arguments import Command, read, shortened
 from bakehouse.errors import RecipeError
 from bakehouse.lock import Lock
 from bakehouse.models import Check, check
-from bakehouse.recipe.models import Recipe
-from bakehouse.recipe.template import Paths
+from bakehouse.recipe.models import Recipe, WeightPaths
 from bakehouse.recipe.types import Origin
 
 ARCHITECTURE = re.compile(r"Resolved architecture: (\w+)")
@@ -338,7 +337,7 @@ class Vllm:
     environment: Mapping[str, str] = ENVIRONMENT
     forced_environment: Mapping[str, str] = OFFLINE
 
-    def served(self, weights: Paths) -> str:
+    def served(self, weights: WeightPaths) -> str:
         """Return the folder that /v1/models reports as the model's root."""
         return weights.path
 
