@@ -548,9 +548,9 @@ CHILD = """
 import sys
 from pathlib import Path
 from bakehouse.context import Context
-from bakehouse.places import Places
-from bakehouse.ports.git import Git
-from bakehouse.sources.mirror import ensure_commit
+from bakehouse.paths import Places
+from bakehouse.sources.git_mirror import ensure_commit
+from bakehouse.system.git import Git
 ctx = Context(places=Places(Path(sys.argv[1]), Path(sys.argv[1])), recipes=Path("."))
 ensure_commit(ctx, Git(ctx.processes), sys.argv[2], sys.argv[3])
 """

@@ -351,8 +351,8 @@ import sys
 from pathlib import Path
 from bakehouse.context import Context
 from bakehouse.lock import Lock
-from bakehouse.places import Places
-from bakehouse.recipe.load import load
+from bakehouse.paths import Places
+from bakehouse.recipe.loader import load
 from bakehouse.sources.weights import ensure
 home = Path(sys.argv[1])
 ctx = Context(places=Places(home / "cache", home / "state"), recipes=home)

@@ -15,7 +15,7 @@ from bakehouse.models import Check, Verdict, check
 from bakehouse.plan.serve import plan_serve
 from bakehouse.plan.types import ServePlan
 from bakehouse.probe.models import Endpoint, Proof, SuiteProof
-from bakehouse.recipe.models import Recipe
+from bakehouse.recipe.models import Recipe, WeightPaths
 from bakehouse.recipe.types import Origin
 from bakehouse.runs.store import Answer, SuiteRecord, SuiteVerdict
 from bakehouse.server.launcher import ServerSpec
@@ -24,13 +24,6 @@ from bakehouse.server.processes import marked
 from bakehouse.server.session import identity_digest
 
 FAKE = Path(__file__).with_name("fakeserver.py")
-
-
-@dataclass(frozen=True)
-class Files:
-    first: str
-    path: str
-    files: tuple[str, ...]
 
 
 @dataclass
@@ -74,7 +67,7 @@ def make_plan(
     template = {"command": "{{ vars.command | args }}", "vars": {"command": list(command)}}
     wanted = recipe(name, {**serve, **template})
     lock = Lock(recipe=name, engine=wanted.engine, wants="", weights={})
-    files = {"model": Files(model, model, (model,))}
+    files = {"model": WeightPaths(model, model, (model,))}
     plan, asked = plan_serve(
         wanted, lock, command[0], files, places=ctx.places, origin=Origin("recipes/x.yaml", 9, 5)
     )

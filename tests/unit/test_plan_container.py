@@ -11,9 +11,8 @@ from bakehouse.context import Context
 from bakehouse.lock import FilePin, Lock, WeightPin
 from bakehouse.plan.serve import described, plan_serve
 from bakehouse.plan.types import ServePlan
-from bakehouse.recipe.models import Recipe
+from bakehouse.recipe.models import Recipe, WeightPaths
 from bakehouse.recipe.types import Origin
-from tests.support.serving import Files
 
 COMMANDS = {
     "vllm": "{{ server }} serve {{ weights.model.path }}",
@@ -34,7 +33,7 @@ def plan(ctx: Context, engine: str, file: str, **over: Any) -> ServePlan:
     )  # fmt: skip
     pin = WeightPin(origin="m/", files=(FilePin(path=file, size=1, sha256="0" * 64),))
     lock = Lock(recipe="r", engine=engine, wants="", weights={"model": pin})
-    here = {"model": Files(f"/home/u/{file}", f"/home/u/{file}", (f"/home/u/{file}",))}
+    here = {"model": WeightPaths(f"/home/u/{file}", f"/home/u/{file}", (f"/home/u/{file}",))}
     binary = "vllm" if engine == "vllm" else "/opt/llama/bin/llama-server"
     made, _ = plan_serve(
         recipe, lock, binary, here, places=ctx.places, origin=Origin("x.yaml", 9, 5),

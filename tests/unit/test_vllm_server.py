@@ -17,9 +17,9 @@ from bakehouse.errors import HostError, UsageError
 from bakehouse.plan.serve import inside, weight_mounts
 from bakehouse.preflight.rules import faults as recipe_faults
 from bakehouse.preflight.rules import reaches, volumes
+from bakehouse.recipe.models import WeightPaths
 from bakehouse.server.containers import refuse_remote
 from tests.support.recipes import make_loaded
-from tests.support.serving import Files
 from tests.support.vllm_commands import GOOD, command_faults, vllm_lock, vllm_recipe
 
 DRAFTER = '{"method": "dflash", "model": "/weights/drafter", "num_speculative_tokens": 15}'
@@ -162,7 +162,7 @@ def test_container_mounts_each_pinned_file() -> None:
         "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     )
     here = tuple(f"/home/u/m/{pin.path}" for pin in pins.weights["model"].files)
-    mounts = weight_mounts(pins, {"model": Files(here[1], "/home/u/m", here)})
+    mounts = weight_mounts(pins, {"model": WeightPaths(here[1], "/home/u/m", here)})
     assert [m.target for m in mounts] == [f"/weights/model/{p.path}" for p in
                                           pins.weights["model"].files]  # fmt: skip
     assert all(m.read_only for m in mounts)
