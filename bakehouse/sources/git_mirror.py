@@ -236,8 +236,8 @@ def _fetch_commit(
             if not _NOT_OFFERED.search(error.said):
                 raise
         with suppress(GitFailed):
-            git.object_id(repository, f"{commit}^{{commit}}")
-            return None
+            if git.object_id(repository, f"{commit}^{{commit}}") == commit:
+                return None
     return tried
 
 
