@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -251,7 +251,8 @@ class Watch:
             allow=options.allow,
         )  # fmt: skip
         try:
-            ready = serve.run(self._ctx, asked)
+            # A copy reads the GPUs again: their free memory has changed since the first start.
+            ready = serve.run(replace(self._ctx), asked)
             self.target = target_of(self._ctx, options)
         except BakehouseError as failed:
             self.error = failed

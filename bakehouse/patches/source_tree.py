@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bakehouse.context import Context
-from bakehouse.errors import BakehouseError, HostError, LockError
+from bakehouse.errors import HostError, LockError
 from bakehouse.lock import ArchivePin, GitPin, Lock, PatchPin
 from bakehouse.models import digest
 from bakehouse.patches.apply import apply_patches
@@ -181,15 +181,28 @@ def materialise(ctx: Context, lock: Lock, target: Path) -> None:
                 if isinstance(error, GitFailed) and _NO_WRITE.search(error.said):
                     raise  # the disk, not the mirror, which may be the last copy
                 _clear(target / below)
-                _fetch_anew(ctx, git, lock, repository)
+                with guarded(ctx, repository.with_suffix(".lock"), "the mirror"):
+                    set_aside(ctx, repository)
+                    make_bare(ctx, git, repository)
+                ensure_tree(ctx, lock)
                 write_tree(git, repository, tree, target / below)
         _settle(target, source)
-    except (GitFailed, _Damaged) as error:
-        raise _cannot_write(error, target) from error
-    except OSError as error:
+    except (GitFailed, _Damaged, OSError) as error:
+        where = str(target)
+        if isinstance(error, OSError):
+            reason, where = error.strerror, str(error.filename or target)
+        elif isinstance(error, GitFailed) and (found := _NO_WRITE.search(error.said)):
+            reason = next(row for row in error.said.splitlines() if found[0] in row)
+        else:
+            raise HostError(
+                f"the pinned source tree cannot be written: {error}",
+                where=where,
+                hint="check the disk; remove the folder of mirrors to fetch them again",
+                id="source-damaged",
+            ) from error
         raise HostError(
-            f"the source cannot be written: {error.strerror}",
-            where=str(error.filename or target),
+            f"the source cannot be written: {reason}",
+            where=where,
             hint="check the free space and that the folder is writable",
             id="disk",
         ) from error
@@ -213,30 +226,6 @@ def _clear(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _fetch_anew(ctx: Context, git: Git, lock: Lock, repository: Path) -> None:
-    with guarded(ctx, repository.with_suffix(".lock"), "the mirror"):
-        set_aside(ctx, repository)
-        make_bare(ctx, git, repository)
-    ensure_tree(ctx, lock)
-
-
-def _cannot_write(error: Exception, target: Path) -> BakehouseError:
-    if isinstance(error, GitFailed) and (found := _NO_WRITE.search(error.said)):
-        rows = [row for row in error.said.splitlines() if found[0] in row]
-        return HostError(
-            f"the source cannot be written: {rows[0]}",
-            where=str(target),
-            hint="check the free space and that the folder is writable",
-            id="disk",
-        )
-    return HostError(
-        f"the pinned source tree cannot be written: {error}",
-        where=str(target),
-        hint="check the disk; remove the folder of mirrors to fetch them again",
-        id="source-damaged",
-    )
 
 
 def write_tree(git: Git, repository: Path, tree: str, target: Path) -> None:

@@ -31,7 +31,7 @@ from bakehouse.recipe.models import Archive
 from bakehouse.redact import clean
 from bakehouse.sources.files import describe_wrong, fetch_pinned, guarded
 from bakehouse.sources.git_mirror import TREES, is_ready, make_bare
-from bakehouse.sources.pypi import fetch_file, find_file, index_url
+from bakehouse.sources.pypi import fetch_release_file
 from bakehouse.system.git import COMMIT, Git, GitFailed
 from bakehouse.util import files as atomic
 from bakehouse.util.files import sha256_file
@@ -184,7 +184,7 @@ def unpack(archive: Path, target: Path) -> dict[str, int]:
     work = _Unpacking(archive, target)
     damaged = (
         tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, gzip.BadGzipFile,
-        EOFError, NotImplementedError, RuntimeError, UnicodeError, ValueError,
+        EOFError, RuntimeError, ValueError,
     )  # fmt: skip
     try:
         for entry in _entries(archive):
@@ -201,33 +201,23 @@ def _entries(archive: Path) -> Iterator[Entry]:
         head = file.read(6)
     if head.startswith(b"PK"):
         yield from _zip_entries(archive)
-    elif head.startswith(b"\x1f\x8b"):
-        with gzip.open(archive) as stream:
-            yield from _tar_entries(stream)
-    elif head.startswith(b"\xfd7zXZ"):
-        with lzma.open(archive) as stream:
-            yield from _tar_entries(stream)
-    elif head.startswith(b"BZh"):
-        with bz2.open(archive) as stream:
-            yield from _tar_entries(stream)
-    else:
-        raise refuse(archive, "not a tar.gz, tar.xz, tar.bz2 or zip file")
+        return
+    for magic, library in ((b"\x1f\x8b", gzip), (b"\xfd7zXZ", lzma), (b"BZh", bz2)):
+        if head.startswith(magic):
+            with library.open(archive) as stream:
+                yield from _tar_entries(stream)
+            return
+    raise refuse(archive, "not a tar.gz, tar.xz, tar.bz2 or zip file")
 
 
 def _tar_entries(stream: IO[bytes] | gzip.GzipFile) -> Iterator[Entry]:
-    special = {tarfile.CHRTYPE: "a device", tarfile.BLKTYPE: "a device", tarfile.FIFOTYPE: "a pipe"}
+    kinds = {
+        tarfile.DIRTYPE: "folder", tarfile.SYMTYPE: "symlink", tarfile.LNKTYPE: "hardlink",
+        tarfile.CHRTYPE: "a device", tarfile.BLKTYPE: "a device", tarfile.FIFOTYPE: "a pipe",
+    }  # fmt: skip
     with tarfile.open(fileobj=stream, mode="r|") as tar:
         for member in tar:
-            if member.isdir():
-                kind = "folder"
-            elif member.isreg():
-                kind = "file"
-            elif member.issym():
-                kind = "symlink"
-            elif member.islnk():
-                kind = "hardlink"
-            else:
-                kind = special.get(member.type, "something special")
+            kind = "file" if member.isreg() else kinds.get(member.type, "something special")
             content = tar.extractfile(member) if kind == "file" else None
             yield Entry(
                 member.name, kind, bool(member.mode & 0o100), int(member.mtime), content,
@@ -305,7 +295,7 @@ def kept(ctx: Context, pin: FilePin) -> Path:
 def bring_archive(ctx: Context, archive: Archive, folder: Path) -> FilePin:
     """Download or copy an archive into the cache; give its pin. Raises LockError, HostError."""
     if archive.pypi:
-        name = _from_registry(ctx, archive.pypi, archive.sha256)
+        name = fetch_release_file(ctx, archive.pypi, archive.sha256).name
     elif archive.url:
         name = archive.url.partition("?")[0].rstrip("/").rpartition("/")[2] or "archive"
         target = ctx.places.downloads / archive.sha256 / name
@@ -314,14 +304,6 @@ def bring_archive(ctx: Context, archive: Archive, folder: Path) -> FilePin:
         name = _from_disk(ctx, folder / Path(os.path.expanduser(str(archive.path))), archive.sha256)
     path = ctx.places.downloads / archive.sha256 / name
     return FilePin(path=name, size=path.stat().st_size, sha256=archive.sha256)
-
-
-def _from_registry(ctx: Context, requirement: str, sha256: str) -> str:
-    """Download the file of a release that has this hash: its sdist, or one of its wheels."""
-    index = index_url(ctx.environment)
-    file = find_file(ctx.http, requirement, want="any", sha256=sha256, index=index)
-    fetch_file(ctx, file)
-    return file.filename
 
 
 def _from_disk(ctx: Context, path: Path, sha256: str) -> str:
@@ -367,7 +349,7 @@ def ensure_archive_tree(ctx: Context, git: Git, pin: ArchivePin) -> None:
     if archive_is_ready(ctx, git, pin.tree):
         return
     if pin.origin.startswith("pypi:"):
-        _from_registry(ctx, pin.origin.removeprefix("pypi:"), pin.file.sha256)
+        fetch_release_file(ctx, pin.origin.removeprefix("pypi:"), pin.file.sha256)
     elif "://" in pin.origin:
         fetch_pinned(ctx, pin.origin, kept(ctx, pin.file), sha256=pin.file.sha256,
                      size=pin.file.size, title=pin.file.path)  # fmt: skip

@@ -6,13 +6,13 @@ every object of its tree was found. So a run that is killed leaves nothing that 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -57,6 +57,7 @@ _GONE = re.compile(
 _NOT_GIT = re.compile(
     r"is this a git repository|invalid server response|dumb http transport|protocol error", re.I
 )
+_NO_PAGE = "check the URL, and that no login page or proxy stands before it"
 _LOGIN = re.compile(
     r"could not read (?:Username|Password)|Authentication failed|error: (?:401|403)"
     r"|Permission denied|Host key verification failed",
@@ -75,11 +76,10 @@ def tree_is_whole(git: Git, repository: Path, tree: str) -> bool:
     """Whether a tree and all objects below it are in a repository (without submodules)."""
     if not repository.is_dir():
         return False
-    try:
+    with suppress(GitFailed):
         git.ask(repository, "rev-list", "--objects", "--quiet", tree)
-    except GitFailed:
-        return False
-    return True
+        return True
+    return False
 
 
 def check_owner(repository: Path) -> None:
@@ -96,11 +96,10 @@ def is_ready(git: Git, repository: Path, ref: str, target: str) -> bool:
     if not repository.is_dir():
         return False
     check_owner(repository)
-    try:
-        noted = git.object_id(repository, ref)
-    except GitFailed:
-        return False
-    return noted == target and tree_is_whole(git, repository, f"{target}^{{tree}}")
+    with suppress(GitFailed):
+        if git.object_id(repository, ref) == target:
+            return tree_is_whole(git, repository, f"{target}^{{tree}}")
+    return False
 
 
 def commit_is_ready(git: Git, repository: Path, commit: str) -> bool:
@@ -137,10 +136,9 @@ def set_aside(ctx: Context, repository: Path) -> None:
 
 
 def _is_repository(git: Git, repository: Path) -> bool:
-    try:
+    with suppress(GitFailed):
         return git.ask(repository, "rev-parse", "--is-bare-repository").strip() == "true"
-    except GitFailed:
-        return False
+    return False
 
 
 def _clear_leftovers(repository: Path) -> None:
@@ -154,7 +152,7 @@ def _clear_leftovers(repository: Path) -> None:
     empty = (p for p in repository.glob("refs/bakehouse/*/*") if p.stat().st_size == 0)
     half = (*repository.glob("objects/pack/tmp_*"), *repository.glob("shallow_*"))
     for path in (*stale, *empty, *half):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             path.unlink()
 
 
@@ -237,8 +235,9 @@ def _fetch_commit(
         except GitFailed as error:
             if not _NOT_OFFERED.search(error.said):
                 raise
-        if _has_commit(git, repository, commit):
-            return None
+        with suppress(GitFailed):
+            if git.object_id(repository, f"{commit}^{{commit}}") == commit:
+                return None
     return tried
 
 
@@ -250,13 +249,6 @@ def whole_history(git: Git, repository: Path) -> tuple[str, ...]:
 def has_whole_history(git: Git, repository: Path) -> bool:
     """Whether the repository is not shallow: else commits cannot be counted."""
     return git.ask(repository, "rev-parse", "--is-shallow-repository").strip() == "false"
-
-
-def _has_commit(git: Git, repository: Path, commit: str) -> bool:
-    try:
-        return git.object_id(repository, f"{commit}^{{commit}}") == commit
-    except GitFailed:
-        return False
 
 
 def retry_git(ctx: Context, url: str, call: Callable[[], T]) -> T:
@@ -273,54 +265,36 @@ def retry_git(ctx: Context, url: str, call: Callable[[], T]) -> T:
 def fetch(ctx: Context, git: Git, repository: Path, url: str, *arguments: str) -> None:
     """Fetch into a mirror, with retries. Raises GitFailed."""
     with ctx.progress.bar(f"fetch {url}") as bar:
+
+        def on_line(text: str) -> None:
+            if found := re.search(r"Receiving objects:\s+\d+% \((\d+)/(\d+)\)(?:, (.*))?", text):
+                bar.update(float(found[1]), float(found[2]), clean(found[3] or "", one_line=True))
+
         call = partial(
             git.run,
             repository, "fetch", "--no-tags", "--no-write-fetch-head", "--no-auto-gc", "--progress",
             *arguments[:-1], "--", url, arguments[-1],
             url=url,
-            on_line=_show_percent(bar.update),
+            on_line=on_line,
         )  # fmt: skip
         retry_git(ctx, url, call)
 
 
-def _show_percent(update: Callable[[float, float | None, str], None]) -> Callable[[str], None]:
-    def line(text: str) -> None:
-        if found := re.search(r"Receiving objects:\s+\d+% \((\d+)/(\d+)\)(?:, (.*))?", text):
-            update(float(found[1]), float(found[2]), clean(found[3] or "", one_line=True))
-
-    return line
-
-
 def explain(error: GitFailed, url: str) -> BakehouseError:
     """Explain a failed fetch: gone, login needed, unreachable, or not git."""
-    first = error.first()
+    where = f"{url}: {error.first()}"
+    private = "check the URL; for a private repository use ssh and its agent"
     if _GONE.search(error.said):
-        return NotFound(
-            "repository not found, or it is private",
-            where=f"{url}: {first}",
-            hint="check the URL; for a private repository use ssh and its agent",
-            id="repository-gone",
-        )
+        what = "repository not found, or it is private"
+        return NotFound(what, where=where, hint=private, id="repository-gone")
     if _LOGIN.search(error.said):
-        return HostError(
-            "the repository requires a login, or rejected yours",
-            where=f"{url}: {first}",
-            hint="check the URL; for a private repository use ssh and its agent",
-            id="repository-login",
-        )
+        what = "the repository requires a login, or rejected yours"
+        return HostError(what, where=where, hint=private, id="repository-login")
     if _NOT_GIT.search(error.said):
-        return HostError(
-            "not a git repository (perhaps a login page)",
-            where=f"{url}: {first}",
-            hint="check the URL, and that no login page or proxy stands before it",
-            id="not-git",
-        )
-    return HostError(
-        "the repository cannot be fetched",
-        where=f"{url}: {first}",
-        hint="check the network and run it again",
-        id="repository-unreachable",
-    )
+        what = "not a git repository (perhaps a login page)"
+        return HostError(what, where=where, hint=_NO_PAGE, id="not-git")
+    what, hint = "the repository cannot be fetched", "check the network and run it again"
+    return HostError(what, where=where, hint=hint, id="repository-unreachable")
 
 
 def remote_refs(ctx: Context, git: Git, url: str, *patterns: str) -> dict[str, str]:
@@ -336,7 +310,7 @@ def remote_refs(ctx: Context, git: Git, url: str, *patterns: str) -> dict[str, s
         raise HostError(
             "no refs found: an empty repository, or a web page",
             where=url,
-            hint="check the URL, and that no login page or proxy stands before it",
+            hint=_NO_PAGE,
             id="not-git",
         )
     refs: dict[str, str] = {}

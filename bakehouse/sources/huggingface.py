@@ -24,7 +24,7 @@ from bakehouse.lock import FilePin
 from bakehouse.recipe.types import shown
 from bakehouse.redact import clean, without_credentials
 from bakehouse.system.git import COMMIT
-from bakehouse.system.http import HttpStatus, Reply, Unreachable, is_loopback
+from bakehouse.system.http import HttpStatus, Reply, Unreachable, header, is_loopback
 from bakehouse.util.retry import BUSY, Retry, TransientError, retry, retry_after
 
 if TYPE_CHECKING:
@@ -362,7 +362,7 @@ class RemoteFile:
             return b""
 
         def fits(reply: Reply) -> bool:
-            sent = _header(reply.headers, "content-range") or f"bytes {offset}-"
+            sent = reply.header("content-range") or f"bytes {offset}-"
             begins = sent.startswith(f"bytes {offset}-")
             return (reply.status == 206 and begins) or (reply.status == 200 and not offset)
 
@@ -371,17 +371,13 @@ class RemoteFile:
         return _retry(self.ctx, self.name, self.name, call, 3)[:length]
 
 
-def _header(sent: Mapping[str, str], name: str) -> str | None:
-    return {key.lower(): value for key, value in sent.items()}.get(name)
-
-
 def refused(ctx: Context, error: HttpStatus, where: str, *, pinned: bool = False) -> BakehouseError:
     """Explain a refusal: a token is needed, terms have to be accepted, or nothing is there.
 
     `pinned` for a file that was listed when it was pinned.
     """
     status, known = error.status, token(ctx)
-    code = _header(error.headers, "x-error-code") or ""
+    code = header(error.headers, "x-error-code") or ""
     if pinned and status in (404, 410, 451) and not code:
         return NotFound(
             "the hub no longer offers this file at the pinned revision",

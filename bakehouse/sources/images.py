@@ -26,20 +26,53 @@ def pin_image(ctx: Context, reference: str, arch: str) -> ImagePin:
     does not exist or is incomplete, HostError for another platform, a login, the network.
     """
     if reference.startswith("sha256:"):
-        return _pin_local(reference, arch, _held(ctx, reference))
+        local = ctx.docker.image(reference)
+        if local is None:
+            raise NotFound(
+                "the local engine does not have this image, and an id names no registry",
+                where=reference,
+                hint="build, load or import it first; 'docker images --no-trunc' lists images",
+                id="image-missing",
+            )
+        return _pin_local(reference, arch, local)
     at = parse(reference)
-    held = _look(ctx, reference) if at.digest is None else None
-    if held and held.arch == arch and not _came_from(held, at):
+    local = _find_local(ctx, reference) if at.digest is None else None
+    pulled = local and any(parse(known).name == at.name for known in local.digests)
+    if local and local.arch == arch and not pulled:
         ctx.progress.say(f"{reference} exists only locally; pinned by image ID")
-        return _pin_local(reference, arch, held)
+        return _pin_local(reference, arch, local)
     registry = Registry(ctx, at)
     found, index = registry.manifest(at.tag_or_digest), None
     if found.manifests is not None:
         index, found = found.digest, _platform(registry, found, at, arch)
-    return _pin_manifest(registry, at, reference, arch, index, found)
+    if found.config is None or found.layers is None:  # an index in an index
+        raise no_platform(f"{at.name}, {at.tag_or_digest}", arch, "")
+    config = registry.config(found.config)
+    system = (str(config.os), machine_arch(str(config.architecture)))
+    if system != ("linux", arch):
+        raise no_platform(f"{at.name}, {at.tag_or_digest}", arch, "/".join(system))
+    for layer in found.layers:
+        if not registry.has(layer):
+            raise missing(f"{at.name}, {at.tag_or_digest}: a layer", layer.digest, "")
+    run = config.config or ImageRun()
+    return ImagePin(
+        reference=reference,
+        name=at.name,
+        index=index,
+        digest=found.digest,
+        id=found.config.digest,
+        size=sum(layer.size for layer in found.layers),
+        layers=len(found.layers),
+        created=config.created or "",
+        entrypoint=words(run.entrypoint),
+        cmd=words(run.cmd),
+        user=run.user or "",
+        workdir=run.workdir or "",
+        labels=run.labels or {},
+    )
 
 
-def _look(ctx: Context, reference: str) -> ImageFacts | None:
+def _find_local(ctx: Context, reference: str) -> ImageFacts | None:
     """Find a local image; None without an engine. Raises HostError for one that hangs."""
     try:
         return ctx.docker.image(reference)
@@ -49,37 +82,14 @@ def _look(ctx: Context, reference: str) -> ImageFacts | None:
         return None
 
 
-def _held(ctx: Context, reference: str) -> ImageFacts:
-    found = ctx.docker.image(reference)
-    if found is None:
-        raise NotFound(
-            "the local engine does not have this image, and an id names no registry",
-            where=reference,
-            hint="build, load or import it first; 'docker images --no-trunc' lists images",
-            id="image-missing",
-        )
-    return found
-
-
-def _came_from(held: ImageFacts, at: ImageReference) -> bool:
-    """Whether the engine knows the image by a digest of this registry."""
-    return any(parse(known).name == at.name for known in held.digests)
-
-
-def _pin_local(reference: str, arch: str, held: ImageFacts) -> ImagePin:
-    check_platform(held, arch, reference)
+def _pin_local(reference: str, arch: str, local: ImageFacts) -> ImagePin:
+    check_platform(local, arch, reference)
+    fields = ("id", "size", "created", "entrypoint", "cmd", "user", "workdir", "labels")
     return ImagePin(
         reference=reference,
         name=reference.partition("@")[0],
         local=True,
-        id=held.id,
-        size=held.size,
-        created=held.created,
-        entrypoint=held.entrypoint,
-        cmd=held.cmd,
-        user=held.user,
-        workdir=held.workdir,
-        labels=held.labels,
+        **{name: getattr(local, name) for name in fields},
     )
 
 
@@ -119,41 +129,6 @@ def no_platform(where: str, arch: str, there: str) -> HostError:
     )
 
 
-def _pin_manifest(
-    registry: Registry,
-    at: ImageReference,
-    reference: str,
-    arch: str,
-    index: str | None,
-    found: Manifest,
-) -> ImagePin:
-    if found.config is None or found.layers is None:  # an index in an index
-        raise no_platform(f"{at.name}, {at.tag_or_digest}", arch, "")
-    config = registry.config(found.config)
-    system = (str(config.os), machine_arch(str(config.architecture)))
-    if system != ("linux", arch):
-        raise no_platform(f"{at.name}, {at.tag_or_digest}", arch, "/".join(system))
-    for layer in found.layers:
-        if not registry.has(layer):
-            raise missing(f"{at.name}, {at.tag_or_digest}: a layer", layer.digest, "")
-    run = config.config or ImageRun()
-    return ImagePin(
-        reference=reference,
-        name=at.name,
-        index=index,
-        digest=found.digest,
-        id=found.config.digest,
-        size=sum(layer.size for layer in found.layers),
-        layers=len(found.layers),
-        created=config.created or "",
-        entrypoint=words(run.entrypoint),
-        cmd=words(run.cmd),
-        user=run.user or "",
-        workdir=run.workdir or "",
-        labels=run.labels or {},
-    )
-
-
 def check_platform(found: ImageFacts, arch: str, where: str) -> None:
     """Refuse an image for another platform: it would fail with `exec format error`."""
     if (found.system, found.arch) != ("linux", arch):
@@ -180,7 +155,16 @@ def ensure_image(ctx: Context, pin: ImagePin, arch: str) -> ImageFacts:
     if (facts.system, facts.arch) != ("linux", arch):
         raise no_platform(f"the engine at {facts.host}", facts.arch, f"linux/{arch}")
     _still_there(ctx, pin)
-    _room(pin, facts.root, facts.host)
+    if facts.host.startswith("unix://") and os.path.isdir(facts.root):
+        free, need = shutil.disk_usage(facts.root).free, pin.size * UNPACKED
+        if free < need:
+            raise HostError(
+                f"not enough disk space for the image: about {need:,} bytes needed ({pin.size:,} "
+                f"packed, and unpacked), {free:,} free",
+                where=facts.root,
+                hint="free space ('docker system df' shows what uses it), or move the data root",
+                id="disk-full",
+            )
     found = _pull(ctx, pin, arch)
     check_platform(found, arch, pin.reference)
     if not any(known.endswith(f"@{pin.digest}") for known in found.digests):
@@ -213,21 +197,6 @@ def _still_there(ctx: Context, pin: ImagePin) -> None:
         ctx.progress.say(f"could not check the registry before the pull: {error.what}")
 
 
-def _room(pin: ImagePin, root: str, host: str) -> None:
-    """Check that the image fits on the engine's disk, if that disk is local."""
-    if not host.startswith("unix://") or not os.path.isdir(root):
-        return
-    free, need = shutil.disk_usage(root).free, pin.size * UNPACKED
-    if free < need:
-        raise HostError(
-            f"not enough disk space for the image: about {need:,} bytes needed ({pin.size:,} "
-            f"packed, and unpacked), {free:,} free",
-            where=root,
-            hint="free space ('docker system df' shows what uses it), or move the data root",
-            id="disk-full",
-        )
-
-
 def _pull(ctx: Context, pin: ImagePin, arch: str) -> ImageFacts:
     """Pull and show progress by layers."""
     layers: dict[str, int] = {}
@@ -250,27 +219,25 @@ def moved_tags(ctx: Context, lock: Lock) -> tuple[Drift, ...]:
     for role, by_arch in lock.images.items():
         for arch, pin in by_arch.items():
             if pin.local:
-                now = _look(ctx, pin.reference)
-                if now and now.id != pin.id:
-                    found.append(_moved(role, arch, pin.id, now.id))
+                now = _find_local(ctx, pin.reference)
+                locked, current = pin.id, now.id if now else pin.id
             elif (at := parse(pin.reference)).digest is None:
-                digest = _now(ctx, at)
-                if digest != (pin.index or pin.digest):
-                    found.append(_moved(role, arch, str(pin.index or pin.digest), digest))
+                locked, current = str(pin.index or pin.digest), _current(ctx, at)
+            else:
+                continue
+            if locked != current:
+                where = f"{role} {arch}"
+                found.append(Drift(reason="tag-moved", where=where, locked=locked, now=current))
     return tuple(found)
 
 
-def _now(ctx: Context, at: ImageReference) -> str:
+def _current(ctx: Context, at: ImageReference) -> str:
     try:
         return Registry(ctx, at).manifest(at.tag_or_digest).digest
     except LockError as error:
         if error.id != "manifest-unknown":
             raise
         return "nothing: the tag is gone"
-
-
-def _moved(role: str, arch: str, locked: str, now: str) -> Drift:
-    return Drift(reason="tag-moved", where=f"{role} {arch}", locked=locked, now=now)
 
 
 def pin_images(

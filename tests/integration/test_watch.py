@@ -254,9 +254,11 @@ def test_watch_on_failure_command_that_was_deleted(ctx: Context, tmp_path: Path)
 
 def test_watch_on_failure_restart(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     url = up(ctx)
+    assert ctx.gpus == ()  # read once, before the first start
 
-    def serves(_: Context, options: serve.Options) -> Outcome:
+    def serves(used: Context, options: serve.Options) -> Outcome:
         assert options.locked
+        assert "gpus" not in vars(used), "their free memory is another one now"
         return Outcome({"url": up(ctx)})
 
     monkeypatch.setattr(serve, "run", serves)
