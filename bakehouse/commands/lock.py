@@ -23,12 +23,12 @@ def run_lock(ctx: Context, options: flags.Lock) -> Outcome:
     """Write the lock if there is none; with `update`, update its pins."""
     loaded = load_and_check(find(options.recipe, ctx.recipes), options.set_, combinations=False)
     pin.require_manifests(ctx, loaded)
-    path = lock_path(loaded.path)
     try:
-        before = read_lock(path)
+        before = read_lock(lock_path(loaded.path))
     except LockError:  # reported by what follows
         before = None
     lock = ensure_lock(ctx, loaded, update=options.update, say=False)
+    path = lock_path(loaded.path)  # of a shipped recipe: another one once it is written
     moved = changes(before, lock) if before else ()
     refs: tuple[Drift, ...] = ()
     if before and not options.update:
