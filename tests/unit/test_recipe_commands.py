@@ -35,7 +35,7 @@ def test_check_dozen_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     outcome = run_check(context_for(tmp_path), flags.Check("./dozen-faults.yaml"))
     assert outcome.exit == 2
     golden = GOLDEN / "dozen-faults.txt"
-    if os.environ.get("BAKEHOUSE_UPDATE_GOLDEN"):
+    if os.environ.get("BAKEHOUSE_WRITE_GOLDEN"):
         golden.write_text(outcome.text + "\n")
     assert outcome.text + "\n" == golden.read_text()
     assert len(outcome.result["recipes"][0]["faults"]) >= 12
