@@ -262,6 +262,21 @@ class Requirements(Frozen):
     """Signatures of lost features that a patch is known to cause and that are accepted."""
 
 
+class RequiredCapabilities(Frozen):
+    """What a vLLM image must support, besides the architectures in the weights' config.json."""
+
+    roles: tuple[str, ...] = ("model",)
+    """Weights whose architectures the image must support."""
+    overridden: dict[str, tuple[str, ...]] = {}
+    """By role: architectures that the command names instead of those in config.json."""
+    reasoning_parser: str | None = None
+    tool_parser: str | None = None
+    speculation: str | None = None
+    """The speculative method."""
+    compute_capability: str | None = None
+    """Of the GPU that the recipe is for."""
+
+
 class Engine(Protocol):
     """One engine. `engine_of` gives it by name."""
 

@@ -14,10 +14,9 @@ from typing import Any
 
 from bakehouse import __version__
 from bakehouse.cuda.configure import COMPILER, ROOT, WITHOUT_DRIVER, wants_cuda
-from bakehouse.engines.base import Expected
+from bakehouse.engines.base import Expected, RequiredCapabilities
 from bakehouse.engines.llamacpp import cmake
 from bakehouse.engines.llamacpp.cmake import Extra
-from bakehouse.engines.vllm.image_probe import RequiredCapabilities, required_capabilities
 from bakehouse.errors import BuildFailed, HostError
 from bakehouse.host import HostFacts
 from bakehouse.lock import GitPin, ImagePin, Lock
@@ -139,6 +138,8 @@ def plan_image(recipe: Recipe, lock: Lock, arch: str, command: Sequence[str]) ->
 
     Raises HostError if the lock has no image for that architecture.
     """
+    from bakehouse.engines.vllm.image_probe import required_capabilities
+
     pin = lock.image(arch)
     needs = required_capabilities(recipe, command)
     if recipe.image and recipe.image.built:

@@ -6,8 +6,7 @@ caches, ports, run ids or log paths.
 
 from __future__ import annotations
 
-from bakehouse.engines.base import Expected
-from bakehouse.engines.vllm.image_probe import RequiredCapabilities
+from bakehouse.engines.base import Expected, RequiredCapabilities
 from bakehouse.lock import ImagePin
 from bakehouse.models import Frozen, digest
 from bakehouse.system.docker.models import ContainerSpec

@@ -22,7 +22,6 @@ from bakehouse.context import Context
 from bakehouse.cuda.configure import ARCHITECTURES, Conflict, conflicts
 from bakehouse.engines.base import engine_of
 from bakehouse.engines.llamacpp.cmake import NOTHING, refusals
-from bakehouse.engines.vllm import arguments, engine
 from bakehouse.errors import BakehouseError, Fault, RecipeError, UsageError
 from bakehouse.host import compute_capabilities
 from bakehouse.lock import Lock
@@ -241,9 +240,11 @@ def _command(loaded: LoadedRecipe) -> tuple[Fault, ...]:
     except RecipeError as error:
         found = error.faults
     if recipe.engine == "vllm":
+        from bakehouse.engines.vllm import command, engine
+
         found += tuple(
             loaded.origin(*c.keys).fault(c.message, c.hint)
-            for c in engine.conflicts(recipe, arguments.read(loaded.command))
+            for c in engine.conflicts(recipe, command.parse(loaded.command))
         )
     return found
 

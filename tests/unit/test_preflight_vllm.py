@@ -12,7 +12,8 @@ from bakehouse import cli
 from bakehouse.checkpoints.checkpoint import Checkpoint, CheckpointFile
 from bakehouse.checkpoints.gguf import Tensor
 from bakehouse.checkpoints.model_shape import ModelShape
-from bakehouse.engines.vllm import arguments, engine
+from bakehouse.engines.vllm import command as vllm_command
+from bakehouse.engines.vllm import engine
 from bakehouse.preflight.known_bad import judge, situation_of
 from bakehouse.preflight.rules import types_in
 from bakehouse.recipe.loader import load, names
@@ -24,7 +25,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 def said(*argv: str, **over: Any) -> str:
-    command = arguments.read(("vllm", "serve", "/weights/model", *argv))
+    command = vllm_command.parse(("vllm", "serve", "/weights/model", *argv))
     return "\n".join(c.message for c in engine.conflicts(vllm_recipe(**over), command))
 
 

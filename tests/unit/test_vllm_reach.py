@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.engines.vllm import allowlist, arguments, engine
+from bakehouse.engines.vllm import command, engine
 from bakehouse.engines.vllm import engine as vllm
 from bakehouse.preflight.rules import faults as recipe_faults
 from tests.support.recipes import make_loaded
@@ -30,15 +30,15 @@ def test_flags_table_matches_the_engines_help() -> None:
         "--quantization-param-path", "--qlora-adapter-name-or-path", "--speculative-model",
         "--prompt-adapters",
     }  # fmt: skip
-    assert set(allowlist.FLAGS) - of_older <= set(KINDS)
-    judged = (*allowlist.FLAGS, *engine.JUDGED)
+    assert set(command.FLAGS) - of_older <= set(KINDS)
+    judged = (*command.FLAGS, *engine.JUDGED)
     for name, _, several, *others in ROWS:
-        assert (name in arguments.SEVERAL) == (several == "several" or name == "--middleware"), name
+        assert (name in command.SEVERAL) == (several == "several" or name == "--middleware"), name
         for other in others:
             if other.startswith("-") and not other.startswith("--no-"):
-                assert arguments.spelling(other) == name, other
+                assert command.spelling(other) == name, other
         for one in (name, *(o for o in others if o.startswith("--"))):
-            assert arguments.shortened(arguments.spelling(one), judged) is None, one
+            assert command.shortened(command.spelling(one), judged) is None, one
 
 
 def spellings(flag: str, text: str) -> Iterator[tuple[str, ...]]:
@@ -58,8 +58,8 @@ def test_flags_cannot_name_what_is_not_pinned() -> None:
     """Every flag of the engine that takes text or JSON, except those that open nothing."""
     taken, recipe = [], vllm_recipe(container=BOX)
     for flag in (name for name, kind in KINDS.items() if kind in ("text", "json")):
-        kind = allowlist.FLAGS.get(flag, allowlist.ELSEWHERE).kind
-        shown = arguments.spelling(flag).partition(".")[0]
+        kind = command.FLAGS.get(flag, command.ELSEWHERE).kind
+        shown = command.spelling(flag).partition(".")[0]
         for text in () if kind == "free" else HOSTILE:
             if kind == "image" and text in ("/etc/passwd", "/extras2/x"):
                 continue
@@ -74,9 +74,7 @@ def test_flags_may_name_pinned_and_mounted_paths() -> None:
             "/extras")  # fmt: skip
     bad = ("/weights/model/c", "/weights/model/a/b", "/weights/drafter")
     wrong = []
-    for flag in (
-        name for name, rule in allowlist.FLAGS.items() if rule.kind in ("pinned", "image")
-    ):
+    for flag in (name for name, rule in command.FLAGS.items() if rule.kind in ("pinned", "image")):
         for text in (*good, *bad):
             said = command_faults(*GOOD, flag, text, recipe=recipe, lock=lock)
             if said != "" if text in good else "which is not pinned" not in said:
@@ -137,13 +135,13 @@ def test_flags_cannot_fake_or_unpin_speculation() -> None:
 
 
 def refused(env: dict[str, str]) -> list[str]:
-    pinned = allowlist.Pinned(vllm_recipe(container=BOX))
-    return [name for name, (message, hint) in allowlist.check_variables(env, pinned)
+    pinned = command.Pinned(vllm_recipe(container=BOX))
+    return [name for name, (message, hint) in command.check_variables(env, pinned)
             if name in message and hint]  # fmt: skip
 
 
 def test_variables_that_are_refused() -> None:
-    names = list(allowlist.REFUSED_VARIABLES)
+    names = list(command.REFUSED_VARIABLES)
     assert refused(dict.fromkeys(names, "1")) == names
     assert refused(dict.fromkeys(names, "")) == []
     bad = (
@@ -155,7 +153,7 @@ def test_variables_that_are_refused() -> None:
 
 
 def test_variables_that_name_code_must_name_the_images_own() -> None:
-    names = list(allowlist.IMAGE_VARIABLES)
+    names = list(command.IMAGE_VARIABLES)
     assert refused(dict.fromkeys(names, "/usr/lib/x.so")) == []
     for value in ("x.so", "/extras/x.so", "/weights/model/x.so", "/usr/../own/x.so", "./x"):
         assert refused(dict.fromkeys(names, value)) == names, value
@@ -187,5 +185,5 @@ def test_variables_are_reported_at_their_own_line(section: str, tmp_path: Path) 
 def test_variables_of_container_and_serve_are_checked() -> None:
     recipe = vllm_recipe(container={"env": {"VLLM_USE_MODELSCOPE": "1"}},
                          serve={"command": "x", "env": {"LD_PRELOAD": "x.so"}})  # fmt: skip
-    keys = [c.keys for c in vllm.conflicts(recipe, arguments.read(GOOD))]
+    keys = [c.keys for c in vllm.conflicts(recipe, command.parse(GOOD))]
     assert keys == [("container", "env", "VLLM_USE_MODELSCOPE"), ("serve", "env", "LD_PRELOAD")]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bakehouse.engines.base import Answer, engine_of
-from bakehouse.engines.vllm import allowlist, arguments, engine
+from bakehouse.engines.vllm import command, engine
 from bakehouse.errors import HostError, UsageError
 from bakehouse.plan.serve import inside, weight_mounts
 from bakehouse.preflight.rules import faults as recipe_faults
@@ -26,7 +26,7 @@ DRAFTER = '{"method": "dflash", "model": "/weights/drafter", "num_speculative_to
 
 
 def test_command_is_parsed_as_the_engine_does() -> None:
-    read = arguments.read(
+    read = command.parse(
         ("vllm", "serve", "/weights/model", "--max_model_len=32k", "-tp", "2", "--enforce-eager",
          "--max-num-seqs", "4", "--max-num-seqs", "8", "--speculative-config.method", "ngram",
          "--spec-tokens", "4", "--reasoning-parser", "a", "--tool-call-parser=b")
@@ -43,12 +43,12 @@ def test_command_is_parsed_as_the_engine_does() -> None:
 
 @given(st.lists(st.text(max_size=12), max_size=8))
 def test_command_of_any_words_is_parsed(words: list[str]) -> None:
-    arguments.read(("vllm", *words))
+    command.parse(("vllm", *words))
     command_faults("vllm", *words)
 
 
 def test_command_refuses_flags_that_bakehouse_sets() -> None:
-    for flag in allowlist.NEVER:
+    for flag in command.NEVER:
         assert f"must not set {flag}" in command_faults(*GOOD, flag, "1")
         underscored = f"--{flag[2:].replace('-', '_')}=1"
         assert f"must not set {flag}" in command_faults(*GOOD, underscored)
@@ -56,7 +56,7 @@ def test_command_refuses_flags_that_bakehouse_sets() -> None:
 
 PACKAGE = Path(engine.__file__).resolve().parents[2]
 READS_FLAGS = (
-    "engines/vllm/arguments.py", "engines/vllm/allowlist.py", "engines/vllm/image_probe.py",
+    "engines/vllm/command.py", "engines/vllm/image_probe.py",
     "engines/vllm/engine.py", "engines/vllm/engine.py", "engines/vllm/engine.py",
 )  # fmt: skip
 
@@ -71,7 +71,7 @@ def flags_in(path: str) -> set[str]:
 
 def test_command_refuses_abbreviated_flags() -> None:
     """vLLM's parser takes any beginning of a flag: `--trust-remote`, `--api-k`."""
-    known = {*allowlist.FLAGS, *engine.JUDGED, *arguments.SHORT}
+    known = {*command.FLAGS, *engine.JUDGED, *command.SHORT}
     read = set().union(*map(flags_in, READS_FLAGS))
     short = {flag[:length] for flag in read for length in range(len("--x"), len(flag))} - known
     taken = [one for one in sorted(short) if "may read as" not in command_faults(*GOOD, one, "1")]

@@ -18,16 +18,18 @@ from typing import Any
 
 from bakehouse.cuda.configure import Conflict
 from bakehouse.engines.base import NONCE_ALIAS, Answer, Requirements, samples
-from bakehouse.engines.vllm.allowlist import (
+from bakehouse.engines.vllm.command import (
     ENVIRONMENT,
     FLAGS,
     OFFLINE,
+    Command,
     Pinned,
     Problem,
     check_flags,
     check_variables,
+    parse,
+    shortened,
 )
-from bakehouse.engines.vllm.arguments import Command, read, shortened
 from bakehouse.errors import RecipeError
 from bakehouse.lock import Lock
 from bakehouse.models import Check, check
@@ -344,7 +346,7 @@ class Vllm:
 
     def arguments(self, command: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
         """Parse a command: each flag by its long spelling, with its first value."""
-        found = read(command).flags.items()
+        found = parse(command).flags.items()
         return tuple((flag, values[0] if values else None) for flag, values in found)
 
     def refuse(
@@ -354,7 +356,7 @@ class Vllm:
 
         Raises RecipeError for flags that Bakehouse sets itself and for inputs that are not pinned.
         """
-        parsed, pinned = read(command), Pinned(recipe, lock)
+        parsed, pinned = parse(command), Pinned(recipe, lock)
         faults = [
             origin.fault(message, hint)
             for message, hint in (
@@ -385,7 +387,7 @@ class Vllm:
     ) -> Features:
         """Derive the expected features from the recipe's keys and the command."""
         del lock
-        parsed = read(command)
+        parsed = parse(command)
         dtype, kv_cache = parsed.text("--dtype"), parsed.text("--kv-cache-dtype")
         return Features(
             name=recipe.name,

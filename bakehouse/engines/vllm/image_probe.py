@@ -17,7 +17,8 @@ from types import ModuleType
 from pydantic import ValidationError
 
 from bakehouse.context import Context
-from bakehouse.engines.vllm.arguments import read
+from bakehouse.engines.base import RequiredCapabilities
+from bakehouse.engines.vllm import command as vllm_command
 from bakehouse.engines.vllm.scripts import query_capabilities
 from bakehouse.errors import BuildFailed, HostError
 from bakehouse.models import Check, Frozen, check, not_passed, to_json
@@ -25,21 +26,6 @@ from bakehouse.recipe.models import Recipe
 from bakehouse.redact import clean
 from bakehouse.system.docker.models import Answered, ContainerSpec
 from bakehouse.util.files import write_atomic
-
-
-class RequiredCapabilities(Frozen):
-    """What a vLLM image must support, besides the architectures in the weights' config.json."""
-
-    roles: tuple[str, ...] = ("model",)
-    """Weights whose architectures the image must support."""
-    overridden: dict[str, tuple[str, ...]] = {}
-    """By role: architectures that the command names instead of those in config.json."""
-    reasoning_parser: str | None = None
-    tool_parser: str | None = None
-    speculation: str | None = None
-    """The speculative method."""
-    compute_capability: str | None = None
-    """Of the GPU that the recipe is for."""
 
 
 class Cuda(Frozen):
@@ -80,7 +66,7 @@ class ImageCapabilities(Frozen):
 
 def required_capabilities(recipe: Recipe, argv: Sequence[str]) -> RequiredCapabilities:
     """Return what the image must support for a recipe whose rendered command is `argv`."""
-    command = read(argv)
+    command = vllm_command.parse(argv)
     return RequiredCapabilities(
         roles=tuple(role for role, _ in recipe.weights.items() if role in ("model", "drafter")),
         overridden=_overridden(command.text("--hf-overrides")),

@@ -1,27 +1,167 @@
-"""Allowlist: which files, URLs and code the flags and variables of `vllm serve` may name. Pure.
+"""The command of `vllm serve`: its parser, and which flags and variables are refused. Pure.
 
 A flag can name a repository of the Hub, a URL, a file or a Python class, and the engine fetches,
 reads or imports it when it starts: inputs that no lock pins. A recipe may name the files of its
-lock, below /weights, and what it mounts itself.
+lock, below /weights, and what it mounts itself. `NEVER` and `FLAGS` say so for each flag, `KEYS`
+for keys of JSON values, `REFUSED_VARIABLES` and `IMAGE_VARIABLES` for variables; `check_flags` and
+`check_variables` apply them. A flag that is not listed may have any value except a URL or a path; a
+variable that is not listed may be set.
 
-Flags and their values as in vLLM 0.32 (`vllm serve --help=all`, `config/`, `engine/arg_utils.py`),
-some of older versions as well. Variables as read by vLLM 0.32 (`vllm/envs.py`), Transformers,
-huggingface_hub, torch, Python and the dynamic linker. A flag that is not listed may have any value
-except a URL or a path; a variable that is not listed may be set.
+Flags and their values as in vLLM 0.32 (`vllm serve --help=all`, `config/`, `engine/arg_utils.py`,
+`utils/argparse_utils.py`), some of older versions as well: `_` and `-` are the same in a flag,
+`--flag=value` and `--flag value` as well, a JSON option may be written key by key
+(`--speculative-config.method ngram`), and the last of two wins. Variables as read by vLLM 0.32
+(`vllm/envs.py`), Transformers, huggingface_hub, torch, Python and the dynamic linker.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from bakehouse.engines.vllm.arguments import Command
 from bakehouse.lock import Lock
 from bakehouse.recipe.models import Recipe
+
+SHORT = {
+    "-sc": "--speculative-config", "-q": "--quantization", "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size", "-ep": "--enable-expert-parallel",
+    "-cc": "--compilation-config", "-ac": "--attention-config", "-dc": "--diffusion-config",
+    "-n": "--nnodes", "-r": "--node-rank", "-asc": "--api-server-count",
+    "-dp": "--data-parallel-size", "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank", "-dpl": "--data-parallel-size-local",
+    "-dpa": "--data-parallel-address", "-dpp": "--data-parallel-rpc-port",
+    "-dpb": "--data-parallel-backend", "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb", "-dpm": "--data-parallel-multi-port-external-lb",
+    "-dcp": "--decode-context-parallel-size", "-pcp": "--prefill-context-parallel-size",
+    "--device-memory-utilization": "--gpu-memory-utilization",
+    "--spec-method": "--speculative-config.method", "--spec-model": "--speculative-config.model",
+    "--spec-tokens": "--speculative-config.num_speculative_tokens",
+}  # fmt: skip
+"""Other spellings of a flag."""
+SPECULATION = "--speculative-config"
+_FLAG = re.compile(r"-{1,2}[A-Za-z][\w.-]*")
+_WHOLE = re.compile(r"(\d{1,12})(?:\.0)?([kKmMgG]?)")
+_FACTORS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A parsed `vllm serve` command."""
+
+    program: tuple[str, ...]
+    """The words before the first flag and the model: `vllm serve`."""
+    model: str | None
+    """The first word that belongs to no flag."""
+    extra: tuple[str, ...]
+    """More such words, which vLLM does not accept."""
+    flags: Mapping[str, tuple[str, ...]]
+    """By long spelling: the words that follow; the last one wins."""
+    speculation: Mapping[str, Any] = field(default_factory=dict)
+    """The speculative settings; empty for none."""
+    bad_json: str | None = None
+    """Why the speculative settings are invalid."""
+
+    def text(self, name: str) -> str | None:
+        """Return the first value of a flag."""
+        return next(iter(self.flags.get(name, ())), None)
+
+    def number(self, name: str) -> int | None:
+        """Return a whole number, as vLLM reads `8192`, `8k` (1000) and `8K` (1024)."""
+        found = _WHOLE.fullmatch(self.text(name) or "")
+        return int(found[1]) * _FACTORS[found[2]] if found else None
+
+    @property
+    def method(self) -> str | None:
+        """The speculative method, if the command names one."""
+        value = self.speculation.get("method")
+        return value if isinstance(value, str) and value else None
+
+    @property
+    def drafter(self) -> str | None:
+        """The drafter's model, if the command names one."""
+        value = self.speculation.get("model")
+        return value if isinstance(value, str) and value not in ("", "ngram", "[ngram]") else None
+
+    @property
+    def draft_tokens(self) -> int | None:
+        """Number of tokens drafted at once."""
+        value = self.speculation.get("num_speculative_tokens")
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def spelling(argument: str) -> str:
+    """Return a flag's long spelling: without `=value`, and `_` as `-` in its first part."""
+    name = argument.partition("=")[0]
+    head, dot, rest = name.partition(".")
+    head = head.replace("_", "-") if head.startswith("--") else head
+    return SHORT.get(f"{head}{dot}{rest}", f"{SHORT.get(head, head)}{dot}{rest}")
+
+
+def parse(argv: Sequence[str]) -> Command:
+    """Parse a command; never raises: the engine's `refuse` reports what is wrong."""
+    begin = 2 if list(argv[1:2]) == ["serve"] else 1
+    flags: dict[str, tuple[str, ...]] = {}
+    alone: list[str] = []
+    current: str | None = None
+    for word in argv[begin:]:
+        if _FLAG.match(word):
+            flag, (_, equals, value) = spelling(word), word.partition("=")
+            flags[flag] = (value,) if equals else ()
+            current = None if equals else flag
+        elif current is not None:
+            flags[current] += (word,)
+            current = current if current in SEVERAL else None
+        else:
+            alone.append(word)
+    model = alone[0] if alone else None
+    return Command(tuple(argv[:begin]), model, tuple(alone[1:]), flags, *_speculation(flags))
+
+
+def shortened(flag: str, judged: Iterable[str]) -> str | None:
+    """Return the flag among `judged` that `flag` abbreviates; None for a whole flag.
+
+    vLLM's parser takes every unambiguous beginning (`--trust-remote`), and a value without a space
+    after a letter (`-n2`). `flag` is spelled as in `Command.flags`.
+    """
+    head = flag.partition(".")[0]
+    whole = (one.partition(".")[0] for one in SHORT.values())
+    known = sorted({*judged, *SHORT, *whole, *SEVERAL})
+    if head in known:
+        return None
+    glued = [long for short, long in SHORT.items() if len(short) == 2 and head.startswith(short)]
+    return next((one for one in (*known, *glued) if one.startswith(head) or one in glued), None)
+
+
+SEVERAL = frozenset({
+    "--served-model-name", "--lora-modules", "--middleware", "--api-key", "--prompt-adapters",
+    "--allowed-media-domains", "--sleep-preserve-parameter-names", "--logits-processors",
+    "--ignore-patterns", "--numa-bind-nodes", "--numa-bind-cpus", "--kv-cache-dtype-skip-layers",
+    "--cpu-offload-params", "--offload-params", "--lora-target-modules",
+    "--collect-detailed-traces", "--cudagraph-capture-sizes",
+})  # fmt: skip
+"""Flags that take all words up to the next flag."""
+
+
+def _speculation(flags: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Any], str | None]:
+    found: Any = {}
+    if (whole := flags.get(SPECULATION)) is not None:
+        try:
+            found = json.loads(whole[0]) if whole else None
+        except ValueError as error:
+            return {}, f"invalid JSON: {error}"
+        if not isinstance(found, dict):
+            return {}, "not a JSON object"
+    for name, values in flags.items():
+        if name.startswith(f"{SPECULATION}."):
+            key, text = name.removeprefix(f"{SPECULATION}."), values[0] if values else ""
+            found[key.replace("-", "_")] = int(text) if text.isdecimal() else text
+    return found, None
+
 
 Kind = Literal["never", "pinned", "image", "named", "words", "free"]
 """never: Bakehouse sets it, or it must not be set. pinned: a file or folder of the lock, or below a
@@ -286,7 +426,11 @@ def _check_word(
     if rule.kind == "named" and not word.startswith(("{", "[")):
         word = word.partition("=")[2]
     refused: set[str] = set()
-    for keys, value in _leaves(_decoded(word), above):
+    document: Any = word
+    if word.lstrip().startswith(("{", "[")):
+        with suppress(ValueError, RecursionError):
+            document = json.loads(word)
+    for keys, value in _leaves(document, above):
         inner, place = _rule_of(flag, keys, rule)
         if inner.kind == "never":
             if place not in refused:
@@ -315,15 +459,6 @@ def _check_text(
     plain = rule is ELSEWHERE and not (_URL.search(text) or "/" in text or text.startswith("~"))
     if not (of_image or plain):
         yield f"{name} names '{text}', which is not pinned", _HINT
-
-
-def _decoded(word: str) -> Any:
-    if word.lstrip().startswith(("{", "[")):
-        try:
-            return json.loads(word)
-        except (ValueError, RecursionError):
-            return word
-    return word
 
 
 def _leaves(value: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
