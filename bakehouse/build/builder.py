@@ -274,7 +274,7 @@ def verify(ctx: Context, plan: BuildPlan, run: Run) -> tuple[Check, ...]:
         taken.log.write_text(said.out + said.err)
         taken.ended(said)
     where = f"llama-server --version, answer in {taken.log}"
-    checks = judge_version(said, plan.inputs.stamp, plan.inputs.number, where)
+    checks = check_version(said, plan.inputs.stamp, plan.inputs.number, where)
     return _recorded(run, "the built server does not run, or is another version", checks)
 
 
@@ -314,7 +314,7 @@ def _driver_stub(plan: BuildPlan) -> Path | None:
     return folder
 
 
-def judge_version(said: Captured, stamp: str, number: int, where: str) -> tuple[Check, ...]:
+def check_version(said: Captured, stamp: str, number: int, where: str) -> tuple[Check, ...]:
     """Check the output of `llama-server --version`: it runs, and it is the pinned source."""
     ended = Finished(said.argv, said.code, 0.0, ())
     how = f"exit code {said.code}" if ended.signal is None else f"ended by {ended.signal}"

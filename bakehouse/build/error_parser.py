@@ -54,7 +54,7 @@ _PATTERNS = (
 )
 _CMAKE_AT = re.compile(r"CMake Error at (?P<file>.+?):(?P<line>\d+)(?: \([^)]*\))?:")
 _CMAKE = re.compile(r"CMake Error(?: in (?P<file>[^:]+))?:\s*(?P<message>.*)")
-_STATUS_first = re.compile(r"\[\d+/\d+")
+_PROGRESS = re.compile(r"\[\d+/\d+")
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def first_build_error(lines: Sequence[str], roots: Sequence[str] = ()) -> FirstE
     if start is None:
         return _first_in(lines, 0, len(lines), roots)
     end = next(
-        (n for n in range(start + 1, len(lines)) if _STATUS_first.match(lines[n])
+        (n for n in range(start + 1, len(lines)) if _PROGRESS.match(lines[n])
          or lines[n].startswith(("FAILED: ", "ninja: "))),
         len(lines),
     )  # fmt: skip

@@ -24,7 +24,7 @@ from bakehouse.build.error_parser import (
     first_build_error,
     first_cmake_error,
 )
-from bakehouse.build.install import judge_files
+from bakehouse.build.install import check_files
 from bakehouse.context import Context
 from bakehouse.cuda.configure import ARCHITECTURES, for_builder, wants_cuda
 from bakehouse.cuda.elf import read_cuda_file
@@ -536,7 +536,7 @@ def _check_files(
 ) -> tuple[Check, ...]:
     """Check an image's files; `copies` has those that were built, `files` is all of them."""
     names = sorted(file.name for file in copies.iterdir())
-    installed = judge_files(copies, names, where)
+    installed = check_files(copies, names, where)
     present = {PurePosixPath(file.path).name for file in files if file.kind != "folder"}
     missing = sorted(set(installed.system) - present - {DRIVER})
     libraries = check(
@@ -573,7 +573,7 @@ def _run_server(
         return ()
     caught = Captured(step.argv, answer.code, answer.out, answer.err)
     where = f"{' '.join(step.argv)} in {job.plan.image}"
-    return builder.judge_version(caught, lock.stamp, lock.build_number, where)
+    return builder.check_version(caught, lock.stamp, lock.build_number, where)
 
 
 def _question(image: str, *argv: str) -> ContainerSpec:

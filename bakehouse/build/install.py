@@ -148,7 +148,7 @@ def install(
         chosen[name] = file
     for folder in (stage, target):
         folder.chmod(FOLDER_MODE)
-    return judge_files(target, chosen, plan.artifact)
+    return check_files(target, chosen, plan.artifact)
 
 
 def toolkit_libraries(folder: Path, plan: BuildPlan) -> dict[str, Path]:
@@ -181,7 +181,7 @@ def _is_program(configured: Configured, name: str) -> bool:
     )
 
 
-def judge_files(folder: Path, chosen: Iterable[str], artifact: str) -> Installed:
+def check_files(folder: Path, chosen: Iterable[str], artifact: str) -> Installed:
     """Check that the files find each other in any folder."""
     system: set[str] = set()
     astray = []

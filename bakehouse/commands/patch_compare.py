@@ -305,7 +305,7 @@ class _Server:
             engine, built = wanted.recipe.engine, wanted.build
             made = built.image if isinstance(built, ImagePlan) else built.artifact
             own = (str(wanted.folder), made, built.digest, wanted.lock.stamp)
-            expected = engine_of(engine).asked_for(wanted.asked)
+            expected = engine_of(engine).expected_signatures(wanted.asked)
             return problem, log, read_log(log, engine, self._workload.patterns, own, expected)
 
     def _wanted(self) -> serve.Wanted:

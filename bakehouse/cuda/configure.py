@@ -251,7 +251,7 @@ def select_toolkit(
     if build is None or build.cuda is None or not wants_cuda(build):
         return None
     wanted = build.cuda.version
-    architectures = _architectures_settle(ctx, build)
+    architectures = _requested_architectures(ctx, build)
     if build.cuda.provide == "pypi":
         checked = _pinned(recipe.name, pin, wanted)
         toolkit = provide(ctx, checked) if make else described(ctx.places, checked)
@@ -263,7 +263,7 @@ def select_toolkit(
     return SelectedToolkit(toolkit, toolkit.identity, wanted, architectures)
 
 
-def _architectures_settle(ctx: Context, build: Build) -> tuple[str, ...]:
+def _requested_architectures(ctx: Context, build: Build) -> tuple[str, ...]:
     text = str(build.cmake.get(ARCHITECTURES, "native"))
     if text.strip() != "native":
         return expand_native(text, ())
@@ -312,7 +312,7 @@ def for_builder(ctx: Context, recipe: Recipe) -> Recipe:
     """
     if recipe.build is None or not wants_cuda(recipe.build):
         return recipe
-    architectures = ";".join(_architectures_settle(ctx, recipe.build))
+    architectures = ";".join(_requested_architectures(ctx, recipe.build))
     return _with_cmake(recipe, {**recipe.build.cmake, ARCHITECTURES: architectures})
 
 

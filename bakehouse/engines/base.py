@@ -13,11 +13,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from bakehouse.cuda.toolkit import Requested, Toolkit
 from bakehouse.lock import Lock
-from bakehouse.models import Check, Frozen
+from bakehouse.models import Check, Frozen, check
 from bakehouse.recipe.models import Recipe
 from bakehouse.recipe.template import Paths
 from bakehouse.recipe.types import Origin
@@ -262,6 +262,30 @@ class Requirements(Frozen):
     """Signatures of lost features that a patch is known to cause and that are accepted."""
 
 
+FeaturesT = TypeVar("FeaturesT", bound=Requirements)
+
+
+def as_features(requirements: Requirements, kind: type[FeaturesT]) -> FeaturesT:
+    """Give requirements as those of one engine. Raises TypeError for those of another."""
+    if not isinstance(requirements, kind):
+        raise TypeError(f"{kind.__module__} cannot check {type(requirements).__name__}")
+    return requirements
+
+
+def first_match(pattern: re.Pattern[str], log: Sequence[str]) -> tuple[str, re.Match[str] | None]:
+    """Find the first line of a server's log that matches: its place, and the match."""
+    for number, line in enumerate(log, start=1):
+        if found := pattern.search(line):
+            return f"server.log:{number}", found
+    return "server.log", None
+
+
+def check_text(name: str, expected: str, observed: Any, where: str) -> Check:
+    """Check that a response has this text; anything but text is nothing observed."""
+    text = observed if isinstance(observed, str) and observed else None
+    return check(name, expected, text, where, ok=text == expected)
+
+
 class RequiredCapabilities(Frozen):
     """What a vLLM image must support, besides the architectures in the weights' config.json."""
 
@@ -323,7 +347,7 @@ class Engine(Protocol):
     ) -> Requirements:
         """Derive what the server has to show."""
 
-    def expectations(self, asked: Requirements) -> tuple[str, ...]:
+    def expectations(self, requirements: Requirements) -> tuple[str, ...]:
         """Describe the expectations as text."""
 
     def healthy(self, answer: Answer) -> bool:
@@ -335,12 +359,12 @@ class Engine(Protocol):
     def stage(self, line: str) -> str | None:
         """Describe the loading stage that a log line reports; None for every other line."""
 
-    def judge(
-        self, asked: Requirements, answers: Mapping[str, Answer], log: Sequence[str]
+    def check_features(
+        self, requirements: Requirements, answers: Mapping[str, Answer], log: Sequence[str]
     ) -> tuple[Check, ...]:
-        """Compare what was asked for with the responses at `evidence` and the log."""
+        """Compare the requirements with the responses at `evidence` and the log."""
 
-    def asked_for(self, asked: Requirements) -> frozenset[str]:
+    def expected_signatures(self, requirements: Requirements) -> frozenset[str]:
         """Ids of log signatures for what the recipe itself asks for."""
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from bakehouse.context import Context
 from bakehouse.cuda.elf import read_cuda_file
 from bakehouse.cuda.verify import accept_devices, find_cuda_file, parse_devices
-from bakehouse.engines.llamacpp.command import Help, judge_flags, parse_help
+from bakehouse.engines.llamacpp.command import Help, check_flags, parse_help
 from bakehouse.errors import BakehouseError, HostError, Interrupted, NotHealthy, RecipeError
 from bakehouse.host import read_gpus
 from bakehouse.logscan.catalogue import catalogue
@@ -66,7 +66,7 @@ def check_flags_supported(
     # The server may be started by another program, such as numactl.
     begin = plan.argv.index(build.server) if build.server in plan.argv else 0
     known = ask_help(ctx, build.server, kept)
-    checks = judge_flags(plan.argv[begin:], known, f"{build.server} --help")
+    checks = check_flags(plan.argv[begin:], known, f"{build.server} --help")
     if wrong := [one for one in checks if one.verdict is Verdict.FAILED]:
         error = RecipeError(
             f"the built server does not support the command of {plan.name}",

@@ -253,7 +253,7 @@ def features(ctx: Context, server: ServerHandle, asked: Requirements) -> list[Ch
                          f"GET {engine.guarded}", ok=bare.status == 401)]  # fmt: skip
     deadline = ctx.clock.monotonic() + LOG_S
     while True:
-        checks = engine.judge(asked, answers, read_log(server.log))
+        checks = engine.check_features(asked, answers, read_log(server.log))
         late = [c for c in not_passed(checks) if c.where == "server.log"]
         if not late or ctx.clock.monotonic() > deadline:
             return [*keyless, *checks]
@@ -353,5 +353,5 @@ def signature_check(
 
 
 def _log_check(server: ServerHandle, asked: Requirements) -> Check:
-    expected = engine_of(server.engine).asked_for(asked) | asked.known_losses
+    expected = engine_of(server.engine).expected_signatures(asked) | asked.known_losses
     return signature_check(read_log(server.log), server.engine, expected)

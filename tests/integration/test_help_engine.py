@@ -10,12 +10,13 @@ import pytest
 
 from bakehouse.context import Context
 from bakehouse.engines.llamacpp import command
-from bakehouse.engines.llamacpp.command import Help, judge_flags
+from bakehouse.engines.llamacpp.command import Help, check_flags
 from bakehouse.models import Verdict, not_passed
 from bakehouse.paths import Places
 from bakehouse.recipe.loader import load, names
 from bakehouse.recipe.template import render, trial_variables
 from bakehouse.server.session import ask_help
+from tests.support.serving import recipe
 
 pytestmark = [pytest.mark.integration, pytest.mark.engine]
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -46,10 +47,8 @@ def test_the_text_is_read_whole(known: Help, llama_server: Path) -> None:
 
 
 def test_every_flag_that_bakehouse_adds_exists(known: Help) -> None:
-    added, _ = command.additions(
-        ("s",), name="r", host="127.0.0.1", port=1, slots=1, key_file="/run/key"
-    )
-    assert not_passed(judge_flags(("s", *added), known, "--help")) == ()
+    added, _ = command.additions(("s",), recipe("r"), host="127.0.0.1", port=1, key_file="/run/key")
+    assert not_passed(check_flags(("s", *added), known, "--help")) == ()
 
 
 @pytest.mark.parametrize("name", names(RECIPES))
@@ -59,7 +58,7 @@ def test_every_flag_of_the_shipped_recipes_exists(known: Help, name: str) -> Non
         pytest.skip("another engine")
     origin = loaded.origin("serve", "command")
     argv = render(loaded.recipe.serve.command, trial_variables(loaded.recipe), origin=origin)
-    assert not_passed(judge_flags(argv, known, "--help")) == ()
+    assert not_passed(check_flags(argv, known, "--help")) == ()
 
 
 def test_flags_that_are_refused_or_looked_for_are_named_as_the_server_names_them(
@@ -74,7 +73,7 @@ def test_removed_and_misspelled_flags_are_refused_as_the_server_does(
     known: Help, llama_server: Path
 ) -> None:
     for flag in ("--draft-max", "--draft-n-max", "--ctx-size=64", "--spec-ngram-size-n"):
-        (one,) = judge_flags(("s", flag, "3"), known, "--help")
+        (one,) = check_flags(("s", flag, "3"), known, "--help")
         assert one.verdict is Verdict.FAILED, flag
         done = subprocess.run((llama_server, flag, "3"), capture_output=True, check=False)
         assert done.returncode == 1

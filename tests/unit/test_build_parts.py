@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bakehouse.build.builder import judge_version, moved
+from bakehouse.build.builder import check_version, moved
 from bakehouse.build.error_parser import NinjaWatch
 from bakehouse.cuda.elf import NotElf, read_dynamic
 from bakehouse.engines.llamacpp.cmake import git_stand_in
@@ -18,7 +18,7 @@ from tests.support.small_engine import FAKE_HOST, FAKE_PLACES, FAKE_TOOLS, small
 
 def version(code: int, err: str) -> list[tuple[str, Verdict, str]]:
     said = Captured(("llama-server", "--version"), code, "", err)
-    return [(c.id, c.verdict, c.observed) for c in judge_version(said, "abcdef012", 77, "log")]
+    return [(c.id, c.verdict, c.observed) for c in check_version(said, "abcdef012", 77, "log")]
 
 
 def test_version_check_compares_with_the_pin() -> None:

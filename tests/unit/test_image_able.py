@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from bakehouse.engines.base import RequiredCapabilities
 from bakehouse.engines.vllm.image_probe import (
     ImageCapabilities,
-    RequiredCapabilities,
     Unreadable,
     check_image,
     draft_names,
     names_of,
     nearest,
-    parse,
+    parse_answer,
     require_capabilities,
     required_capabilities,
 )
@@ -174,10 +174,10 @@ def test_nearest_names_begin_alike() -> None:
 
 def test_image_answer_is_found_between_noise() -> None:
     mark = "BAKEHOUSE-1"
-    assert parse(f"noise {{}} \n{mark}{DATA.read_text()}{mark}\nmore", mark) == FOUND
+    assert parse_answer(f"noise {{}} \n{mark}{DATA.read_text()}{mark}\nmore", mark) == FOUND
     for bad in ("", "noise", f"{mark}", f"{mark}{{{mark}", f"{mark}[]{mark}", f"{mark}{{}}"):
         with pytest.raises(Unreadable):
-            parse(bad, mark)
+            parse_answer(bad, mark)
 
 
 def test_required_capabilities_of_a_command() -> None:
@@ -197,7 +197,7 @@ def test_required_capabilities_of_a_command() -> None:
 def test_query_script_answers_without_vllm() -> None:
     argv = [sys.executable, "-I", "-c", Path(query_capabilities.__file__).read_text(), "MARK"]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
-    able = parse(done.stdout, "MARK")
+    able = parse_answer(done.stdout, "MARK")
     assert able.architectures is None
     assert "vllm" in able.errors["architectures"]
 
@@ -234,7 +234,7 @@ def test_query_script_reads_vllms_registries(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", text, "MARK", "A", "B", "I", "Z"]
     env = {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60, env=env)
-    able = parse(done.stdout, "MARK")
+    able = parse_answer(done.stdout, "MARK")
     assert able.version == "0.0.1"
     assert able.architectures == {"A": "m:C", "B": "?:?", "I": "vllm.gone:I"}
     assert able.lacking == {"A": "No module named 'm'"}

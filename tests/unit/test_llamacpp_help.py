@@ -10,7 +10,7 @@ import pytest
 from bakehouse.context import Context
 from bakehouse.cuda.toolkit import Requested, Toolkit
 from bakehouse.engines.base import CudaExpected
-from bakehouse.engines.llamacpp.command import judge_flags, parse_help
+from bakehouse.engines.llamacpp.command import check_flags, parse_help
 from bakehouse.errors import HostError, RecipeError
 from bakehouse.models import Verdict
 from bakehouse.plan.types import BuildPlan, ServePlan
@@ -53,7 +53,7 @@ HELP = parse_help(TEXT)
 
 
 def verdicts(*arguments: str, text: str = TEXT) -> dict[str, tuple[Verdict, str]]:
-    checks = judge_flags(("server", *arguments), parse_help(text), "server --help")
+    checks = check_flags(("server", *arguments), parse_help(text), "server --help")
     return {c.id: (c.verdict, c.observed) for c in checks}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bakehouse.context import Context
-from bakehouse.engines.llamacpp import command as server
+from bakehouse.engines.llamacpp import command as llama_command
 from bakehouse.engines.llamacpp.engine import ON_THE_CPU
 from bakehouse.errors import RecipeError, UsageError
 from bakehouse.lock import Lock
@@ -23,12 +23,12 @@ COMMAND = ("/b/llama-server", "-m", "/w/x.gguf")
 
 
 def test_command_owned_flags_are_refused() -> None:
-    for flag in sorted(server.OWNED):
+    for flag in sorted(llama_command.OWNED):
         with pytest.raises(RecipeError) as caught:
-            server.refuse((*COMMAND, flag, "1"), recipe(), PLACE)
+            llama_command.refuse((*COMMAND, flag, "1"), recipe(), PLACE)
         (fault,) = caught.value.faults
         assert fault.message == f"serve.command must not hold {flag}"
-        assert fault.hint == server.OWNED[flag]
+        assert fault.hint == llama_command.OWNED[flag]
         assert str(fault).startswith("recipes/x.yaml:9:5: ")
         assert caught.value.exit_code == 2
 
@@ -42,7 +42,7 @@ def test_command_other_spellings_of_owned_flags_are_refused() -> None:
     ]
     for argument, flag in rows:
         with pytest.raises(RecipeError) as caught:
-            server.refuse((*COMMAND, argument), recipe(), PLACE)
+            llama_command.refuse((*COMMAND, argument), recipe(), PLACE)
         assert caught.value.faults[0].message.endswith(flag)
         assert "s3cret" not in str(caught.value.where)
 
@@ -50,7 +50,7 @@ def test_command_other_spellings_of_owned_flags_are_refused() -> None:
 def test_command_faults_are_reported_together() -> None:
     bad = recipe(serve={"env": {"LLAMA_ARG_PORT": "1", "HF_TOKEN": "x", "OK": "1"}})
     with pytest.raises(RecipeError) as caught:
-        server.refuse(("/b/llama-server", "--port", "1", "-np", "2", "-lv", "1"), bad, PLACE)
+        llama_command.refuse(("/b/llama-server", "--port", "1", "-np", "2", "-lv", "1"), bad, PLACE)
     said = " ".join(f.message for f in caught.value.faults)
     for part in ("--port", "-np", "-lv", "LLAMA_ARG_PORT", "HF_TOKEN", "names no model"):
         assert part in said
@@ -59,15 +59,15 @@ def test_command_faults_are_reported_together() -> None:
 
 def test_command_free_text_may_look_like_a_flag() -> None:
     command = (*COMMAND, "--chat-template", "--port", "--temp", "0.5", "-")
-    server.refuse(command, recipe(), PLACE)
-    assert server.flags(command) == (
+    llama_command.refuse(command, recipe(), PLACE)
+    assert llama_command.flags(command) == (
         ("-m", "/w/x.gguf"), ("--chat-template", "--port"), ("--temp", "0.5"),
     )  # fmt: skip
 
 
 def test_command_keeps_its_verbosity() -> None:
-    made, _ = server.additions(
-        (*COMMAND, "-lv", "5"), name="n", host="::1", port=0, slots=1, key_file=None
+    made, _ = llama_command.additions(
+        (*COMMAND, "-lv", "5"), recipe(), host="::1", port=0, key_file=None
     )
     assert "--verbosity" not in made
 
@@ -110,9 +110,9 @@ def test_serve_environment_is_not_inherited() -> None:
     assert not user.keys() & environment({}, user).keys()
 
 
-def features(*command: str, **serve: object) -> server.Features:
+def features(*command: str, **serve: object) -> llama_command.Features:
     lock = Lock(recipe="n", engine="llama.cpp", wants="", weights={})
-    return server.features(recipe("n", serve), lock, (*COMMAND, *command), "/w/x.gguf")
+    return llama_command.features(recipe("n", serve), lock, (*COMMAND, *command), "/w/x.gguf")
 
 
 def test_features_follow_the_command() -> None:
@@ -154,10 +154,10 @@ def test_features_drafter_without_a_type_is_speculation() -> None:
 
 def test_features_as_text() -> None:
     asked = replace_all(features("-c", "2048", "-fa", "off"))
-    said = "\n".join(server.expectations(asked))
+    said = "\n".join(llama_command.expectations(asked))
     for word in ("nonce", "health", "2048 tokens", "flash attention off", "multimodal"):
         assert word in said
 
 
-def replace_all(asked: server.Features) -> server.Features:
+def replace_all(asked: llama_command.Features) -> llama_command.Features:
     return asked.model_copy(update={"multimodal": True})

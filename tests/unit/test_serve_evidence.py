@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakehouse.engines.llamacpp import engine
+from bakehouse.engines.base import Answer
 from bakehouse.engines.llamacpp.command import Features
+from bakehouse.engines.llamacpp.engine import LlamaCpp
 from bakehouse.errors import BakehouseError
 from bakehouse.logscan.findings import exit_code
 from bakehouse.logscan.scanner import scan
@@ -18,6 +19,7 @@ from bakehouse.models import Verdict
 from bakehouse.server.processes import Process
 from bakehouse.server.verification import ServerHandle, VerificationResult, signature_check
 
+ENGINE = LlamaCpp()
 MODELS = {
     "models": [{"name": "n", "capabilities": ["completion", "multimodal"]}],
     "data": [{"id": "n", "aliases": ["n", "~bakehouse-1"]}],
@@ -43,7 +45,9 @@ json_values = st.recursive(
 
 def judged(asked: Features = ALL, **changed: Any) -> dict[str, Verdict]:
     given_ = {"models": MODELS, "props": PROPS, "slots": SLOTS, "log": LOG, **changed}
-    return {c.id: c.verdict for c in engine.judge(asked, **given_)}
+    bodies = zip(ENGINE.evidence, ("models", "props", "slots"), strict=True)
+    answers = {path: Answer(200, given_[name], "") for path, name in bodies}
+    return {c.id: c.verdict for c in ENGINE.check_features(asked, answers, given_["log"])}
 
 
 def test_evidence_of_a_complete_server_passes() -> None:
@@ -113,13 +117,19 @@ def test_health_needs_status_200_and_ok() -> None:
         (200, {"status": "ok"}), (200, {"status": "no slot available"}), (200, None), (200, []),
         (503, {"status": "ok"}),
     ]  # fmt: skip
-    assert [engine.health_ok(*one) for one in answers] == [True, False, False, False, False]
+    assert [ENGINE.healthy(Answer(*one, "")) for one in answers] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_stage_of_a_log_line() -> None:
-    assert engine.stage("srv    load_model: loading model '/w'") == "opening the model"
-    assert engine.stage("cmn  common_init_: warming up the model") == "warming up"
-    assert engine.stage("anything else") is None
+    assert ENGINE.stage("srv    load_model: loading model '/w'") == "opening the model"
+    assert ENGINE.stage("cmn  common_init_: warming up the model") == "warming up"
+    assert ENGINE.stage("anything else") is None
 
 
 def test_log_findings_give_the_exit_code(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bakehouse.engines.base import Answer, engine_of
-from bakehouse.engines.vllm import engine as evidence
-from bakehouse.engines.vllm.engine import Features
+from bakehouse.engines.vllm.engine import Features, engine_settings
 from bakehouse.logscan.scanner import scan
 from bakehouse.models import Verdict
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "vllm"
 LOG = (DATA / "cpu-ngram-ready.log").read_text().splitlines()
 METRICS = (DATA / "metrics.txt").read_text()
+ENGINE = engine_of("vllm")
 MODELS = {
     "data": [
         {"id": "small", "root": "/weights/model", "max_model_len": 2048},
@@ -36,8 +37,13 @@ json_values = st.recursive(
 
 
 def judged(asked: Features = ALL, **changed: Any) -> dict[str, Verdict]:
-    seen = {"models": MODELS, "metrics": METRICS, "log": LOG, **changed}
-    return {c.id: c.verdict for c in evidence.check_features(asked, **seen)}
+    seen = {"models": MODELS, "metrics": METRICS, "log": LOG, "version": None, **changed}
+    answers = {
+        "/v1/models": Answer(200, seen["models"], ""),
+        "/metrics": Answer(200, None, seen["metrics"]),
+        "/version": Answer(200, seen["version"], ""),
+    }
+    return {c.id: c.verdict for c in ENGINE.check_features(asked, answers, seen["log"])}
 
 
 def test_evidence_of_a_real_server_passes() -> None:
@@ -101,8 +107,8 @@ def test_evidence_of_any_shape_never_passes(models: Any, metrics: str) -> None:
 
 
 def test_engine_settings_are_read_at_the_top_level_only() -> None:
-    line, found = evidence.engine_settings(LOG)
-    assert line > 1
+    where, found = engine_settings(LOG)
+    assert re.fullmatch(r"server\.log:\d+", where)
     assert found["version"] == "0.32.0"
     assert found["max_seq_len"] == "2048"
     assert found["kv_cache_dtype"] == "auto"
@@ -110,13 +116,12 @@ def test_engine_settings_are_read_at_the_top_level_only() -> None:
 
 
 def test_loading_stages_and_health() -> None:
-    said = [s for line in LOG if (s := evidence.stage(line))]
+    said = [s for line in LOG if (s := ENGINE.stage(line))]
     assert "loading shards, 2 of 3" in said
     assert said[-1] == "started"
-    engine = engine_of("vllm")
-    assert engine.healthy(Answer(200, None, ""))
-    assert not engine.healthy(Answer(503, None, ""))
-    assert not engine.healthy(Answer(0, None, "connection refused"))
+    assert ENGINE.healthy(Answer(200, None, ""))
+    assert not ENGINE.healthy(Answer(503, None, ""))
+    assert not ENGINE.healthy(Answer(0, None, "connection refused"))
 
 
 def test_log_of_a_real_server_has_no_bad_findings() -> None:

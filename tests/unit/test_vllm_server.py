@@ -152,9 +152,9 @@ def test_features_come_from_recipe_and_command() -> None:
     said = "\n".join(vllm.expectations(asked))
     for part in ("dtype half", "KV cache fp8", "speculation with ngram, 4 tokens"):
         assert f"the log shows {part}" in said
-    assert vllm.asked_for(asked) == {"transformers-fallback"}
+    assert vllm.expected_signatures(asked) == {"transformers-fallback"}
     answers = {path: Answer(200, {}, "") for path in vllm.evidence}
-    assert not [one for one in vllm.judge(asked, answers, []) if one.passed]
+    assert not [one for one in vllm.check_features(asked, answers, []) if one.passed]
 
 
 def test_container_mounts_each_pinned_file() -> None:

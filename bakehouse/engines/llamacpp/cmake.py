@@ -346,7 +346,7 @@ def compilers(configured: Configured, expected: Expected) -> Iterable[Check]:
         )
 
 
-def definitions_accept(configured: Configured, expected: Expected) -> Iterable[Check]:
+def definitions_kept(configured: Configured, expected: Expected) -> Iterable[Check]:
     """The cache holds every definition as it was passed: the engine's and the recipe's."""
     yield _held("configure.forced", expected.forced, configured)
     if expected.asked:
@@ -439,6 +439,6 @@ def targets(configured: Configured, expected: Expected) -> Iterable[Check]:
 
 
 RULES: tuple[AcceptRule, ...] = (
-    generator, compilers, build_type, definitions_accept, used, targets, no_download, cuda,
+    generator, compilers, build_type, definitions_kept, used, targets, no_download, cuda,
 )  # fmt: skip
 """All rules, in the order in which they are printed."""

@@ -1,4 +1,4 @@
-"""llama-server's command: rules, added flags, and the check against --help.
+"""llama-server's command: refused flags (`OWNED`, `refuse`), added flags, check against --help.
 
 Flags as in llama.cpp build 11434 (`common/arg.cpp`): a flag takes its value as the next argument,
 `_` and `-` are the same inside a long flag, and the last of two wins, so a second `--port` would
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from bakehouse.engines.base import NONCE_ALIAS, Requirements
+from bakehouse.engines.base import NONCE_ALIAS, Requirements, as_features
 from bakehouse.errors import RecipeError
 from bakehouse.lock import Lock
 from bakehouse.models import Check, check
@@ -143,7 +143,7 @@ def refuse(
 
 
 def additions(
-    command: Sequence[str], *, name: str, host: str, port: int, slots: int, key_file: str | None
+    command: Sequence[str], recipe: Recipe, *, host: str, port: int, key_file: str | None
 ) -> tuple[tuple[str, ...], int]:
     """Give the arguments that readiness needs, and the index of the alias among them.
 
@@ -151,10 +151,10 @@ def additions(
     the first as the model's id: `~` sorts behind every name.
     """
     added = [
-        "--alias", f"{name},{NONCE_ALIAS}{{nonce}}",
+        "--alias", f"{recipe.name},{NONCE_ALIAS}{{nonce}}",
         "--host", host,
         "--port", str(port),
-        "--parallel", str(slots),
+        "--parallel", str(recipe.serve.slots),
         "--metrics",
         "--slots",
     ]  # fmt: skip
@@ -163,6 +163,10 @@ def additions(
     if key_file:
         added += ["--api-key-file", key_file]
     return tuple(added), 1
+
+
+DRAFT_FLAGS = frozenset({"-md", "--model-draft", "--spec-draft-model"})
+GPU_LAYERS = ("-ngl", "--gpu-layers", "--n-gpu-layers")
 
 
 class Features(Requirements):
@@ -189,8 +193,16 @@ def features(recipe: Recipe, lock: Lock, command: Sequence[str], model_path: str
     """Derive what to expect from the recipe's keys and from the command."""
     given = {flag: value for flag, value in flags(command) if value is not None}
     questions = recipe.probe.facts.questions
-    spec = speculation(recipe, given)
-    layers = _layers(recipe, given)
+    spec = recipe.serve.speculation or given.get("--spec-type")
+    if not spec and given.keys() & DRAFT_FLAGS:
+        spec = "draft"
+    if spec and all(part == "none" for part in spec.split(",")):
+        spec = None
+    layers = recipe.serve.gpu_layers
+    if layers is None:  # 0 for the CPU alone
+        values = [given[name] for name in GPU_LAYERS if name in given]
+        layers = 10**6 if "all" in values else _whole(given, *GPU_LAYERS)
+        layers = layers or (0 if "0" in values else None)
     attention = recipe.serve.flash_attn or given.get("-fa") or given.get("--flash-attn")
     return Features(
         name=recipe.name,
@@ -200,7 +212,7 @@ def features(recipe: Recipe, lock: Lock, command: Sequence[str], model_path: str
         context=recipe.serve.context or _whole(given, "-c", "--ctx-size"),
         chat=questions is None or any(q.mode == "chat" for q in questions),
         multimodal=recipe.weights.projector is not None,
-        speculation=spec,
+        speculation=spec or None,
         speculation_lacks=_lacks(spec, given) if spec else None,
         gpu_layers=layers or None,
         cpu=layers == 0,
@@ -209,17 +221,8 @@ def features(recipe: Recipe, lock: Lock, command: Sequence[str], model_path: str
     )
 
 
-DRAFT_FLAGS = frozenset({"-md", "--model-draft", "--spec-draft-model"})
 WITH_DRAFTER = frozenset({"draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark"})
 """Modes that draft with a second model file."""
-
-
-def speculation(recipe: Recipe, given: Mapping[str, str]) -> str | None:
-    """Give the speculation that a recipe or its command asks for, if any."""
-    spec = recipe.serve.speculation or given.get("--spec-type")
-    if not spec and given.keys() & DRAFT_FLAGS:
-        spec = "draft"
-    return None if not spec or all(part == "none" for part in spec.split(",")) else spec
 
 
 def _lacks(spec: str, given: Mapping[str, str]) -> str | None:
@@ -243,44 +246,32 @@ def _whole(given: dict[str, str], *names: str) -> int | None:
     return None
 
 
-GPU_LAYERS = ("-ngl", "--gpu-layers", "--n-gpu-layers")
-
-
-def _layers(recipe: Recipe, given: dict[str, str]) -> int | None:
-    """Layers on the GPU that the recipe or its command asks for, 0 for the CPU alone."""
-    if recipe.serve.gpu_layers is not None:
-        return recipe.serve.gpu_layers
-    values = [given[name] for name in GPU_LAYERS if name in given]
-    if "all" in values:
-        return 10**6
-    return _whole(given, *GPU_LAYERS) or (0 if "0" in values else None)
-
-
-def expectations(asked: Features) -> tuple[str, ...]:
+def expectations(requirements: Requirements) -> tuple[str, ...]:
     """Describe the checks of readiness; part of the digest of a serve plan."""
-    said = [
+    wanted = as_features(requirements, Features)
+    lines = [
         "the nonce of the run comes back in /v1/models, from our child's own socket",
         '/health answers 200 {"status": "ok"}, before the probe and after it',
-        f"/v1/models names {asked.name}",
-        f"/props shows model_path {asked.model_path}",
-        f"/slots shows {asked.slots} slots",
+        f"/v1/models names {wanted.name}",
+        f"/props shows model_path {wanted.model_path}",
+        f"/slots shows {wanted.slots} slots",
     ]
-    if asked.build_info:
-        said.append(f"/props shows build_info {asked.build_info}")
-    if asked.context:
-        said.append(f"/slots shows {asked.context} tokens of context or more")
-    if asked.chat:
-        said.append("/props shows a chat template")
-    if asked.multimodal:
-        said.append("/v1/models shows the capability multimodal")
-    if asked.speculation:
-        said.append(f"/slots shows speculation on ({asked.speculation})")
-    if asked.gpu_layers:
-        said.append(f"the log shows {asked.gpu_layers} layers, or all, on the GPU")
-    if asked.flash_attn:
-        said.append(f"the log shows flash attention {asked.flash_attn}")
-    said.append("no log line carries a fatal or a silent fault")
-    return tuple(said)
+    if wanted.build_info:
+        lines.append(f"/props shows build_info {wanted.build_info}")
+    if wanted.context:
+        lines.append(f"/slots shows {wanted.context} tokens of context or more")
+    if wanted.chat:
+        lines.append("/props shows a chat template")
+    if wanted.multimodal:
+        lines.append("/v1/models shows the capability multimodal")
+    if wanted.speculation:
+        lines.append(f"/slots shows speculation on ({wanted.speculation})")
+    if wanted.gpu_layers:
+        lines.append(f"the log shows {wanted.gpu_layers} layers, or all, on the GPU")
+    if wanted.flash_attn:
+        lines.append(f"the log shows flash attention {wanted.flash_attn}")
+    lines.append("no log line carries a fatal or a silent fault")
+    return tuple(lines)
 
 
 COLUMN = 40
@@ -329,7 +320,7 @@ def parse_help(text: str) -> Help:
         if line.startswith("-") and not line.startswith("----"):
             last = _entry(line)
         elif last and line.startswith(" "):
-            last = Entry(last.flags, last.values, f"{last.text} {line.strip()}".strip())
+            last = replace(last, text=f"{last.text} {line.strip()}".strip())
         else:
             last = None
             continue
@@ -352,48 +343,39 @@ def _entry(line: str) -> Entry:
     return Entry(tuple(flags), values, text)
 
 
-def judge_flags(argv: Sequence[str], known: Help, where: str) -> tuple[Check, ...]:
+def check_flags(argv: Sequence[str], known: Help, where: str) -> tuple[Check, ...]:
     """Check every flag of a command: one check for all known flags, one for each unknown flag.
 
     `argv[0]` is the program. A flag that an incomplete text does not list is unknown.
     """
-    good, found = [], []
-    index = 1
-    while index < len(argv):
-        argument = argv[index]
-        index += 1
+    listed: dict[str, None] = {}
+    checks: list[Check] = []
+    words = iter(argv[1:])
+    for argument in words:
         if not argument.startswith("-") or argument == "-" or _NUMBER.match(argument):
             continue
         flag = argument.replace("_", "-") if argument.startswith("--") else argument
         entry = known.entries.get(flag)
-        if entry is None or entry.removed is not None:
-            found.append(_missing(flag, entry, known, where))
+        for _ in range(entry.values if entry else 0):
+            next(words, None)
+        if entry and entry.removed is None:
+            listed[flag] = None
+            continue
+        name, _, value = flag.partition("=")
+        ok = False if entry or known.complete else None
+        if entry:
+            observed = f"{flag} has been removed" + (f": {entry.removed}" if entry.removed else "")
+        elif value and spelling(name) in known.entries:
+            observed = f"'{flag}' is not a flag: write the value as the next argument, "
+            observed += f"{name} {value}"
         else:
-            good.append(flag)
-        index += entry.values if entry else 0
-    if good:
-        listed = " ".join(dict.fromkeys(good))
-        found.insert(0, check("flags", "every flag is in the server's own --help", listed, where,
-                              ok=True))  # fmt: skip
-    return tuple(found)
-
-
-def _missing(flag: str, entry: Entry | None, known: Help, where: str) -> Check:
-    name, _, value = flag.partition("=")
-    if entry is not None:
-        observed = f"{flag} has been removed"
-        if entry.removed:
-            observed += f": {entry.removed}"
-    elif value and spelling(name) in known.entries:
-        observed = f"'{flag}' is not a flag: write the value as the next argument, {name} {value}"
-    else:
-        observed = f"unknown flag {flag}{_nearest(name, known.entries)}"
-    ok = False if entry is not None or known.complete else None
-    if ok is None:
-        observed += ", but --help stopped before its end"
-    return check(f"flag.{name.lstrip('-')}", f"{name} in the server's own --help", observed, where,
-                 ok=ok)  # fmt: skip
-
-
-def _nearest(flag: str, entries: dict[str, Entry]) -> str:
-    return suggestion(flag, (n for n, e in entries.items() if e.removed is None))
+            usable = (other for other, one in known.entries.items() if one.removed is None)
+            observed = f"unknown flag {flag}{suggestion(name, usable)}"
+        if ok is None:
+            observed += ", but --help stopped before its end"
+        expected = f"{name} in the server's own --help"
+        checks.append(check(f"flag.{name.lstrip('-')}", expected, observed, where, ok=ok))
+    if listed:
+        expected = "every flag is in the server's own --help"
+        checks.insert(0, check("flags", expected, " ".join(listed), where, ok=True))
+    return tuple(checks)

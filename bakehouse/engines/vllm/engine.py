@@ -1,7 +1,7 @@
-"""vLLM: command rules and added flags.
+"""vLLM: what a command must not contain (`refuse`), added flags, what a running server has to show.
 
-Shapes as in vLLM 0.32. A field that is missing or of another type makes a check unknown. The
-settings in effect are in one line of the log,
+What each flag and variable may name is in `command.py`. Shapes as in vLLM 0.32. A field that is
+missing or of another type makes a check unknown. The settings in effect are in one line of the log,
 `Initializing a V1 LLM engine (vVERSION) with config: …`.
 
 The engine finds each of these problems late, after minutes of loading, and blames something else.
@@ -12,12 +12,21 @@ is published on one address of the host.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bakehouse.cuda.configure import Conflict
-from bakehouse.engines.base import NONCE_ALIAS, Answer, Requirements, samples
+from bakehouse.engines.base import (
+    NONCE_ALIAS,
+    Answer,
+    Requirements,
+    as_features,
+    check_text,
+    first_match,
+    samples,
+)
 from bakehouse.engines.vllm.command import (
     ENVIRONMENT,
     FLAGS,
@@ -70,34 +79,19 @@ class Features(Requirements):
     """Whether the recipe itself asks for the generic implementation of Transformers."""
 
 
-def model_names(body: Any) -> tuple[str, ...]:
-    """Return the ids in an answer of `/v1/models`; empty for another shape."""
-    found = (entry.get("id") for entry in _entries(body))
-    return tuple(dict.fromkeys(name for name in found if isinstance(name, str)))
-
-
-def stage(line: str) -> str | None:
-    """Return the loading stage that a log line shows; None for other lines."""
-    if found := SHARDS.search(line):
-        return f"loading shards, {found[2]} of {found[3]}"
-    return next((word for pattern, word in _STAGES if pattern.search(line)), None)
-
-
-def engine_settings(log: Sequence[str]) -> tuple[int, dict[str, str]]:
-    """Return the line, from 1, at which the engine logs its settings, and the plain ones.
+def engine_settings(log: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return the place of the log line with the engine's settings, and the plain ones of them.
 
     Only settings at the top level count: `dtype=torch.float32`, but nothing inside
-    `ObservabilityConfig(…)`. Without such a line it is 0 and an empty dict.
+    `ObservabilityConfig(…)`. Without such a line the dict is empty.
     """
-    number, found = _search(SETTINGS, log)
-    return number, {"version": found[1], **_settings(found[2])} if found else {}
-
-
-def _settings(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    where, line = first_match(SETTINGS, log)
+    if line is None:
+        return where, {}
+    settings = {"version": line[1]}
     depth, begin = 0, 0
     quote = ""
-    for at, letter in enumerate(f"{text},"):
+    for at, letter in enumerate(f"{line[2]},"):
         if quote:
             quote = "" if letter == quote else quote
         elif letter in "'\"":
@@ -107,108 +101,17 @@ def _settings(text: str) -> dict[str, str]:
         elif letter in ")]}>":
             depth -= 1
         elif letter == "," and depth == 0:
-            name, equals, value = text[begin:at].strip().partition("=")
+            name, equals, value = line[2][begin:at].strip().partition("=")
             if equals and name.isidentifier():
-                found[name] = value.strip("'\"")
+                settings[name] = value.strip("'\"")
             begin = at + 1
-    return found
+    return where, settings
 
 
-def check_features(
-    asked: Features, *, models: Any, metrics: str, log: Sequence[str], version: Any = None
-) -> tuple[Check, ...]:
-    """Compare the expected features with the endpoints and the log."""
-    line, engine = engine_settings(log)
-    where = f"server.log:{line}" if line else "server.log"
-    names = model_names(models)
-    mine = next((e for e in _entries(models) if e.get("id") == asked.name), {})
-    checks = [
-        check("model-name", asked.name, ", ".join(names) or None, "GET /v1/models",
-              ok=asked.name in names),
-        _equal("model-path", asked.model_path, mine.get("root"), "GET /v1/models root"),
-        _implementation(asked, log),
-    ]  # fmt: skip
-    if asked.context:
-        checks += [_length(asked.context, mine), _cache_room(asked.context, log)]
-    if asked.dtype:
-        dtype = {"half": "float16", "float": "float32"}.get(asked.dtype, asked.dtype)
-        checks.append(_equal("dtype", dtype, engine.get("dtype", "").removeprefix("torch."), where))
-    if asked.kv_cache:
-        checks.append(_equal("kv-cache", asked.kv_cache, engine.get("kv_cache_dtype"), where))
-    checks.append(_speculation(asked, engine, where, metrics))
-    if asked.version:
-        reported = version.get("version") if isinstance(version, Mapping) else None
-        checks.append(_equal("version", asked.version, reported, "GET /version"))
-    return tuple(checks)
-
-
-def _entries(body: Any) -> list[Mapping[str, Any]]:
+def _models(body: Any) -> list[Mapping[str, Any]]:
+    """Entries of a response of `/v1/models`; empty if it has another shape."""
     data = body.get("data") if isinstance(body, Mapping) else None
     return [e for e in data if isinstance(e, Mapping)] if isinstance(data, list) else []
-
-
-def _equal(name: str, expected: str, observed: Any, where: str) -> Check:
-    text = observed if isinstance(observed, str) and observed else None
-    return check(name, expected, text, where, ok=text == expected)
-
-
-def _implementation(asked: Features, log: Sequence[str]) -> Check:
-    """The generic implementation also runs unknown models, and may run them wrongly."""
-    number, found = _search(ARCHITECTURE, log)
-    observed = found[1] if found else None
-    generic = observed is not None and observed.startswith(FALLBACK)
-    return check(
-        "implementation",
-        "any, since the recipe asks for the fallback" if asked.fallback else "vLLM's own",
-        f"{observed}: the Transformers fallback, which is no support" if generic else observed,
-        f"server.log:{number}" if found else "server.log",
-        ok=asked.fallback or not generic,
-    )
-
-
-def _length(wanted: int, mine: Mapping[str, Any]) -> Check:
-    value = mine.get("max_model_len")
-    tokens = value if isinstance(value, int) and not isinstance(value, bool) else None
-    return check("context", f"{wanted} tokens in one sequence", str(tokens) if tokens else None,
-                 "GET /v1/models max_model_len", ok=tokens == wanted)  # fmt: skip
-
-
-def _cache_room(wanted: int, log: Sequence[str]) -> Check:
-    number, found = _search(CACHE_SIZE, log)
-    tokens = int(found[1].replace(",", "")) if found else 0
-    where = f"server.log:{number}" if found else "server.log"
-    return check("cache-size", f"room for {wanted} tokens or more",
-                 f"{tokens} tokens" if found else None, where, ok=tokens >= wanted)  # fmt: skip
-
-
-def _speculation(asked: Features, engine: Mapping[str, str], where: str, metrics: str) -> Check:
-    """The settings name the method, and its counters are published.
-
-    The suite `speculation` checks later that they move.
-    """
-    setting = engine.get("speculative_config")
-    observed = None if setting is None else "off"
-    if setting and setting != "None":
-        method = re.search(r"method='([^']*)'", setting)
-        drafts = re.search(r"num_spec(?:ulative)?_tokens=(\d+)", setting)
-        observed = f"{method[1] if method else 'on'}, {drafts[1] if drafts else '?'} tokens"
-    published = any(s.name == "vllm:spec_decode_num_drafts_total" for s in samples(metrics))
-    if asked.speculation is None:
-        ok = observed == "off" and not published
-        return check("speculation", "off", observed, where, ok=ok)
-    tokens = f", {asked.draft_tokens} tokens" if asked.draft_tokens else ""
-    expected = f"{asked.speculation}{tokens}"
-    ok = (observed or "").startswith(expected) and published
-    if observed and not published:
-        observed += "; no counters of drafts in /metrics"
-    return check("speculation", expected, observed, f"{where}, GET /metrics", ok=ok)
-
-
-def _search(pattern: re.Pattern[str], log: Sequence[str]) -> tuple[int, re.Match[str] | None]:
-    for number, line in enumerate(log, start=1):
-        if found := pattern.search(line):
-            return number, found
-    return 0, None
 
 
 COMMAND = ("serve", "command")
@@ -221,20 +124,43 @@ DEFAULT_SEQUENCES = 1024
 """max_num_seqs of vLLM 0.32 with 70 GiB of memory and more."""
 
 
-def conflicts(recipe: Recipe, command: Command) -> tuple[Conflict, ...]:
-    """Return everything in a vLLM recipe that cannot work together."""
-    return (
-        *_draft_space(command),
-        *_same_values(recipe, command),
-        *_shared_memory(recipe, command),
-        *_environment(recipe),
-    )
+def conflicts(recipe: Recipe, command: Command) -> Iterator[Conflict]:
+    """Find everything in a vLLM recipe that cannot work together."""
+    serve, container = recipe.serve, recipe.container
+    if command.method in BATCHED_DRAFTERS:
+        yield from _draft_space(command)
+    length = command.number("--max-model-len")
+    if length and serve.context and length != serve.context:
+        yield Conflict(
+            COMMAND,
+            f"--max-model-len is {length}, but serve.context is {serve.context}",
+            "write --max-model-len {{ serve.context }}",
+        )
+    kv_cache = command.text("--kv-cache-dtype") or "auto"
+    if serve.kv_cache and kv_cache != serve.kv_cache:
+        yield Conflict(
+            COMMAND,
+            f"--kv-cache-dtype is {kv_cache}, but serve.kv_cache is {serve.kv_cache}",
+            "write --kv-cache-dtype {{ serve.kv_cache }}",
+        )
+    parallel = map(command.number, ("--tensor-parallel-size", "--pipeline-parallel-size"))
+    workers = math.prod(number or 1 for number in parallel)
+    enough = container and (container.ipc == "host" or (container.shm_size or 0) >= MIN_SHM)
+    if workers > 1 and not enough:
+        yield Conflict(
+            ("container",) if container else COMMAND,
+            f"{workers} workers communicate through /dev/shm, and the container has 64 MiB of it: "
+            "NCCL fails with 'unhandled system error'",
+            "set container.ipc: host, or container.shm_size: 16GiB",
+        )
+    pinned = Pinned(recipe)
+    for section, env in (("container", container.env if container else {}), ("serve", serve.env)):
+        for name, (message, hint) in check_variables(env, pinned):
+            yield Conflict((section, "env", name), f"{section}.env {message}", hint)
 
 
 def _draft_space(command: Command) -> Iterator[Conflict]:
     """A DFlash drafter writes past its input if the batch has no room for all draft tokens."""
-    if command.method not in BATCHED_DRAFTERS:
-        return
     drafts = command.draft_tokens
     sequences = command.number("--max-num-seqs")
     budget = command.number("--max-num-batched-tokens")
@@ -252,9 +178,7 @@ def _draft_space(command: Command) -> Iterator[Conflict]:
             f"device-side assert (known from: {SOURCE})",
             "set both, for instance --max-num-seqs 256 --max-num-batched-tokens 8192",
         )
-        return
-    wanted = sequences * (1 + drafts)
-    if wanted > budget:
+    elif (wanted := sequences * (1 + drafts)) > budget:
         fitting = budget // sequences - 1
         fewer = f", or draft {fitting} tokens" if fitting > 0 else ""
         yield Conflict(
@@ -264,48 +188,6 @@ def _draft_space(command: Command) -> Iterator[Conflict]:
             f"assert (known from: {SOURCE})",
             f"set --max-num-batched-tokens to {wanted} or more{fewer}, or serve fewer sequences",
         )
-
-
-def _same_values(recipe: Recipe, command: Command) -> Iterator[Conflict]:
-    """A value in both the command and a key of the recipe must be the same."""
-    serve, length = recipe.serve, command.number("--max-model-len")
-    if length and serve.context and length != serve.context:
-        yield Conflict(
-            COMMAND,
-            f"--max-model-len is {length}, but serve.context is {serve.context}",
-            "write --max-model-len {{ serve.context }}",
-        )
-    kv_cache = command.text("--kv-cache-dtype") or "auto"
-    if serve.kv_cache and kv_cache != serve.kv_cache:
-        yield Conflict(
-            COMMAND,
-            f"--kv-cache-dtype is {kv_cache}, but serve.kv_cache is {serve.kv_cache}",
-            "write --kv-cache-dtype {{ serve.kv_cache }}",
-        )
-
-
-def _shared_memory(recipe: Recipe, command: Command) -> Iterator[Conflict]:
-    """Workers communicate through /dev/shm; a container has 64 MiB of it by default."""
-    workers = (command.number("--tensor-parallel-size") or 1) * (
-        command.number("--pipeline-parallel-size") or 1
-    )
-    container = recipe.container
-    enough = container and (container.ipc == "host" or (container.shm_size or 0) >= MIN_SHM)
-    if workers > 1 and not enough:
-        yield Conflict(
-            ("container",) if container else COMMAND,
-            f"{workers} workers communicate through /dev/shm, and the container has 64 MiB of it: "
-            "NCCL fails with 'unhandled system error'",
-            "set container.ipc: host, or container.shm_size: 16GiB",
-        )
-
-
-def _environment(recipe: Recipe) -> Iterator[Conflict]:
-    pinned = Pinned(recipe)
-    variables = recipe.container.env if recipe.container else {}
-    for section, env in (("container", variables), ("serve", recipe.serve.env)):
-        for name, (message, hint) in check_variables(env, pinned):
-            yield Conflict((section, "env", name), f"{section}.env {message}", hint)
 
 
 PROGRAM = ("vllm", "serve")
@@ -328,7 +210,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 class Vllm:
-    """See `engines.engine.Engine`."""
+    """See `engines.base.Engine`."""
 
     name = "vllm"
     server = "vLLM"
@@ -356,18 +238,8 @@ class Vllm:
 
         Raises RecipeError for flags that Bakehouse sets itself and for inputs that are not pinned.
         """
-        parsed, pinned = parse(command), Pinned(recipe, lock)
-        faults = [
-            origin.fault(message, hint)
-            for message, hint in (
-                *_program(parsed, pinned),
-                *_abbreviated(parsed),
-                *check_flags(parsed, pinned),
-                *_drafter(parsed, recipe, pinned),
-                *(_pinned_code(parsed, lock) if lock else ()),
-            )
-        ]
-        if faults:
+        problems = _problems(parse(command), recipe, lock)
+        if faults := [origin.fault(message, hint) for message, hint in problems]:
             raise RecipeError("the command cannot be served as it is", faults)
 
     def additions(
@@ -401,9 +273,9 @@ class Vllm:
             fallback=parsed.text("--model-impl") == "transformers",
         )
 
-    def expectations(self, asked: Requirements) -> tuple[str, ...]:
+    def expectations(self, requirements: Requirements) -> tuple[str, ...]:
         """Describe the expected features as text."""
-        own = _own(asked)
+        own = as_features(requirements, Features)
         lines = [
             "/v1/models returns the nonce of the run, from our container's published port",
             "/health returns 200, before the probe and after it",
@@ -429,36 +301,97 @@ class Vllm:
         return answer.status == 200
 
     def model_names(self, body: Any) -> tuple[str, ...]:
-        """Return the ids in an answer of `/v1/models`, one for each served name."""
-        return model_names(body)
+        """Return the ids in a response of `/v1/models`; empty for another shape."""
+        names = (entry.get("id") for entry in _models(body))
+        return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
 
     def stage(self, line: str) -> str | None:
-        """Return the loading stage that a log line shows, if any."""
-        return stage(line)
+        """Return the loading stage that a log line shows; None for other lines."""
+        if found := SHARDS.search(line):
+            return f"loading shards, {found[2]} of {found[3]}"
+        return next((word for pattern, word in _STAGES if pattern.search(line)), None)
 
-    def judge(
-        self, asked: Requirements, answers: Mapping[str, Answer], log: Sequence[str]
+    def check_features(
+        self, requirements: Requirements, answers: Mapping[str, Answer], log: Sequence[str]
     ) -> tuple[Check, ...]:
         """Check `/v1/models`, `/metrics`, `/version` and the log."""
-        metrics = answers["/metrics"]
-        return check_features(
-            _own(asked), models=answers["/v1/models"].body,
-            metrics=metrics.text if metrics.status == 200 else "", log=log,
-            version=answers["/version"].body,
-        )  # fmt: skip
+        wanted = as_features(requirements, Features)
+        models, version = answers["/v1/models"].body, answers["/version"].body
+        names = self.model_names(models)
+        mine = next((e for e in _models(models) if e.get("id") == wanted.name), {})
+        where, settings = engine_settings(log)
+        # The generic implementation also runs unknown models, and may run them wrongly.
+        at, found = first_match(ARCHITECTURE, log)
+        observed = found[1] if found else None
+        if generic := observed is not None and observed.startswith(FALLBACK):
+            observed = f"{observed}: the Transformers fallback, which is no support"
+        expected = (
+            "any, since the recipe asks for the fallback" if wanted.fallback else "vLLM's own"
+        )
+        checks = [
+            check("model-name", wanted.name, ", ".join(names) or None, "GET /v1/models",
+                  ok=wanted.name in names),
+            check_text("model-path", wanted.model_path, mine.get("root"), "GET /v1/models root"),
+            check("implementation", expected, observed, at, ok=wanted.fallback or not generic),
+        ]  # fmt: skip
+        if wanted.context:
+            value = mine.get("max_model_len")
+            length = value if isinstance(value, int) and not isinstance(value, bool) else None
+            at, found = first_match(CACHE_SIZE, log)
+            tokens = int(found[1].replace(",", "")) if found else None
+            checks += [
+                check("context", f"{wanted.context} tokens in one sequence",
+                      str(length) if length else None, "GET /v1/models max_model_len",
+                      ok=length == wanted.context),
+                check("cache-size", f"room for {wanted.context} tokens or more",
+                      None if tokens is None else f"{tokens} tokens", at,
+                      ok=(tokens or 0) >= wanted.context),
+            ]  # fmt: skip
+        if wanted.dtype:
+            dtype = {"half": "float16", "float": "float32"}.get(wanted.dtype, wanted.dtype)
+            logged = settings.get("dtype", "").removeprefix("torch.")
+            checks.append(check_text("dtype", dtype, logged, where))
+        if wanted.kv_cache:
+            kv_cache = settings.get("kv_cache_dtype")
+            checks.append(check_text("kv-cache", wanted.kv_cache, kv_cache, where))
+        metrics = answers["/metrics"].text if answers["/metrics"].status == 200 else ""
+        checks.append(_speculation(wanted, settings.get("speculative_config"), where, metrics))
+        if wanted.version:
+            reported = version.get("version") if isinstance(version, Mapping) else None
+            checks.append(check_text("version", wanted.version, reported, "GET /version"))
+        return tuple(checks)
 
-    def asked_for(self, asked: Requirements) -> frozenset[str]:
+    def expected_signatures(self, requirements: Requirements) -> frozenset[str]:
         """Return the fallback's log signature if the recipe itself asks for the fallback."""
-        return frozenset({"transformers-fallback"} if _own(asked).fallback else ())
+        fallback = as_features(requirements, Features).fallback
+        return frozenset({"transformers-fallback"} if fallback else ())
 
 
-def _own(asked: Requirements) -> Features:
-    if not isinstance(asked, Features):
-        raise TypeError(f"vLLM cannot check {type(asked).__name__}")
-    return asked
+def _speculation(wanted: Features, setting: str | None, where: str, metrics: str) -> Check:
+    """The settings name the method, and its counters are published.
+
+    The suite `speculation` checks later that they move.
+    """
+    observed = None if setting is None else "off"
+    if setting and setting != "None":
+        method = re.search(r"method='([^']*)'", setting)
+        drafts = re.search(r"num_spec(?:ulative)?_tokens=(\d+)", setting)
+        observed = f"{method[1] if method else 'on'}, {drafts[1] if drafts else '?'} tokens"
+    published = any(s.name == "vllm:spec_decode_num_drafts_total" for s in samples(metrics))
+    if wanted.speculation is None:
+        ok = observed == "off" and not published
+        return check("speculation", "off", observed, where, ok=ok)
+    tokens = f", {wanted.draft_tokens} tokens" if wanted.draft_tokens else ""
+    expected = f"{wanted.speculation}{tokens}"
+    ok = (observed or "").startswith(expected) and published
+    if observed and not published:
+        observed += "; no counters of drafts in /metrics"
+    return check("speculation", expected, observed, f"{where}, GET /metrics", ok=ok)
 
 
-def _program(command: Command, pinned: Pinned) -> Iterator[Problem]:
+def _problems(command: Command, recipe: Recipe, lock: Lock | None) -> Iterator[Problem]:
+    """Everything that is wrong with a command, in the order in which it is reported."""
+    pinned = Pinned(recipe, lock)
     if command.program != PROGRAM:
         yield (
             f"serve.command begins with '{' '.join(command.program)}', not with 'vllm serve'",
@@ -471,18 +404,32 @@ def _program(command: Command, pinned: Pinned) -> Iterator[Problem]:
         yield "serve.command names no model", hint
     elif not pinned.weights(command.model, "model"):
         yield f"serve.command serves '{command.model}', which is not pinned", hint
-
-
-def _abbreviated(command: Command) -> Iterator[Problem]:
     for flag in command.flags:
         if meant := shortened(flag, (*FLAGS, *JUDGED)):
             yield (
                 f"serve.command has {flag}, which vLLM may read as {meant}",
                 "write the whole flag: the rules for commands do not see abbreviations",
             )
+    yield from check_flags(command, pinned)
+    yield from _drafter_problems(command, recipe, pinned)
+    paths = {
+        role: [f.path for f in pin.files] for role, pin in (lock.weights if lock else {}).items()
+    }
+    code = any(path.endswith(".py") for files in paths.values() for path in files)
+    if lock and "--trust-remote-code" in command.flags and not code:
+        yield (
+            "--trust-remote-code runs the model's Python, but the lock pins no .py file",
+            "widen weights.model.files so that its .py files are pinned, and read them first",
+        )
+    for role, files in paths.items():
+        if found := [path for path in files if path.endswith(PICKLES)]:
+            yield (
+                f"weights.{role} has {', '.join(found[:3])}: unpickling such a file can run code",
+                f"use safetensors, and narrow weights.{role}.files to them",
+            )
 
 
-def _drafter(command: Command, recipe: Recipe, pinned: Pinned) -> Iterator[Problem]:
+def _drafter_problems(command: Command, recipe: Recipe, pinned: Pinned) -> Iterator[Problem]:
     if command.bad_json:
         yield (
             f"--speculative-config: {command.bad_json}",
@@ -512,19 +459,3 @@ def _drafter(command: Command, recipe: Recipe, pinned: Pinned) -> Iterator[Probl
             f"serve.speculation is {wanted or 'not set'}, but --speculative-config says {method}",
             "write the same in both; it is compared with the server's counters",
         )
-
-
-def _pinned_code(command: Command, lock: Lock) -> Iterator[Problem]:
-    paths = {role: [file.path for file in pin.files] for role, pin in lock.weights.items()}
-    code = any(path.endswith(".py") for files in paths.values() for path in files)
-    if "--trust-remote-code" in command.flags and not code:
-        yield (
-            "--trust-remote-code runs the model's Python, but the lock pins no .py file",
-            "widen weights.model.files so that its .py files are pinned, and read them first",
-        )
-    for role, files in paths.items():
-        if found := [path for path in files if path.endswith(PICKLES)]:
-            yield (
-                f"weights.{role} has {', '.join(found[:3])}: unpickling such a file can run code",
-                f"use safetensors, and narrow weights.{role}.files to them",
-            )

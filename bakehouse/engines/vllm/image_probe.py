@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from bakehouse.context import Context
 from bakehouse.engines.base import RequiredCapabilities
-from bakehouse.engines.vllm import command as vllm_command
+from bakehouse.engines.vllm.command import parse
 from bakehouse.engines.vllm.scripts import query_capabilities
 from bakehouse.errors import BuildFailed, HostError
 from bakehouse.models import Check, Frozen, check, not_passed, to_json
@@ -66,7 +66,7 @@ class ImageCapabilities(Frozen):
 
 def required_capabilities(recipe: Recipe, argv: Sequence[str]) -> RequiredCapabilities:
     """Return what the image must support for a recipe whose rendered command is `argv`."""
-    command = vllm_command.parse(argv)
+    command = parse(argv)
     return RequiredCapabilities(
         roles=tuple(role for role, _ in recipe.weights.items() if role in ("model", "drafter")),
         overridden=_overridden(command.text("--hf-overrides")),
@@ -91,7 +91,7 @@ class Unreadable(Exception):
     """The output of an image holds no answer."""
 
 
-def parse(text: str, sentinel: str) -> ImageCapabilities:
+def parse_answer(text: str, sentinel: str) -> ImageCapabilities:
     """Find the answer between two sentinels. Raises Unreadable."""
     parts = text.split(sentinel)
     if len(parts) < 3:
@@ -292,7 +292,7 @@ def probe_image(
         ctx, query_capabilities, image, architectures, name=name, max_bytes=MAX_ANSWER
     )
     try:
-        found = parse(answer.out, sentinel)
+        found = parse_answer(answer.out, sentinel)
     except Unreadable as error:
         raise _silent(answer, str(error), name) from error
     if found.architectures is not None:  # an import that failed may succeed next time
