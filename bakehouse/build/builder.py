@@ -27,8 +27,8 @@ from bakehouse.build.install import FOLDER_MODE, disk_full, explained, install, 
 from bakehouse.context import Context
 from bakehouse.cuda.elf import read_cuda_file
 from bakehouse.cuda.verify import accept_artifact, accept_devices, covers, find_cuda_file
-from bakehouse.engines.base import Configured
-from bakehouse.engines.llamacpp.cmake import RULES, decisive, git_stand_in, refuse_cuda
+from bakehouse.engines.base import Configured, Expected
+from bakehouse.engines.llamacpp.cmake import check_configured, decisive, git_stand_in, refuse_cuda
 from bakehouse.errors import BakehouseError, BuildFailed, HostError
 from bakehouse.host import read_gpus
 from bakehouse.lock import Lock
@@ -172,12 +172,12 @@ def configure(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> Configured
         ) from error
 
 
-def accept(plan: BuildPlan, run: Run, configured: Configured) -> tuple[Check, ...]:
-    """Check a configured build by every rule. Raises BuildFailed unless all pass."""
+def accept(run: Run, configured: Configured, expected: Expected) -> tuple[Check, ...]:
+    """Check a configured build, here or in a container. Raises BuildFailed unless all pass."""
     with run.step("accept"):
-        checks = tuple(c for rule in RULES for c in rule(configured, plan.expected))
+        checks = check_configured(configured, expected)
     run.checks(checks)
-    refuse_cuda(configured, plan.expected, checks)
+    refuse_cuda(configured, expected, checks)
     all_passed("CMake did not configure what was asked for", decisive(checks))
     return checks
 
@@ -405,7 +405,7 @@ def _build(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> BuildRecord:
     took("source")
     configured = configure(ctx, lock, plan, run)
     took("configure")
-    checks = accept(plan, run, configured)
+    checks = accept(run, configured, plan.expected)
     took("accept")
     compile_targets(ctx, plan, run)
     took("compile")

@@ -31,7 +31,7 @@ from bakehouse.cuda.elf import read_cuda_file
 from bakehouse.cuda.toolkit import NotAToolkit, Requested, Told, inspect, split_list
 from bakehouse.cuda.verify import accept_artifact, accept_devices, covers, find_cuda_file
 from bakehouse.engines.base import Configured, CudaExpected, Expected
-from bakehouse.engines.llamacpp.cmake import RULES, asked, decisive, git_stand_in, refuse_cuda
+from bakehouse.engines.llamacpp.cmake import asked, git_stand_in
 from bakehouse.engines.vllm.image_probe import (
     ImageCapabilities,
     as_facts,
@@ -416,7 +416,7 @@ def build_image(ctx: Context, lock: Lock, plan: ImagePlan, build: Build, run: Ru
                 expected_of(build, lock, plan.arch), build, job.folder / "evidence",
                 configured.log_path,
             )  # fmt: skip
-            checks = _accept(configured, expected, run)
+            checks = builder.accept(run, configured, expected)
             with ctx.progress.bar("compile", "steps") as bar:
                 job.docker("compile", first_build_error, NinjaWatch(bar).line)
             return _verify(job, lock, checks, expected, toolkit)
@@ -485,15 +485,6 @@ def _with_toolkit(
     )  # fmt: skip
     cuda = CudaExpected(toolkit=toolkit, requested=requested, links=dict(described.links))
     return expected.model_copy(update={"cuda": cuda}), described
-
-
-def _accept(configured: Configured, expected: Expected, run: Run) -> tuple[Check, ...]:
-    with run.step("accept"):
-        checks = tuple(c for rule in RULES for c in rule(configured, expected))
-    run.checks(checks)
-    refuse_cuda(configured, expected, checks)
-    builder.all_passed("CMake's configuration is not what the recipe wants", decisive(checks))
-    return checks
 
 
 def _verify(

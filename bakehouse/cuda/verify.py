@@ -1,4 +1,4 @@
-"""Check which CUDA toolkit CMake took and what the library holds.
+"""Check which CUDA toolkit CMake took and what the library holds; `configure.py` forces it.
 
 Evidence is CMake's own log and cache: a line that is missing fails, it does not pass. That CMake
 ended with 0 proves nothing: it goes on with two toolkits, and without CUDA altogether.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +54,6 @@ _LINES = {
         r"CUDA Toolkit not found|\bCUDA not found|Could not find nvcc|Could NOT find CUDAToolkit"
     ),
 }
-_CACHE = re.compile(r"^(?P<name>[^#/\s][^:=]*):(?P<type>[A-Z]+)=(?P<value>.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -83,30 +82,16 @@ def read_configure(log: str) -> dict[str, tuple[Line, ...]]:
     }
 
 
-def accept_configure(
-    log: str,
-    cache_text: str,
-    toolkit: Toolkit,
-    requested: Requested,
-    resolve: Resolve = os.path.realpath,
-) -> tuple[Check, ...]:
-    """Check a finished configure: `log` is all that CMake printed, `cache_text` its cache."""
-    cache = {found["name"]: found["value"] for found in _CACHE.finditer(cache_text)}
-    return _CudaChecks(read_configure(log), cache, toolkit, requested, resolve).all()
-
-
-def refused(checks: Iterable[Check]) -> tuple[Check, ...]:
-    """Those that forbid compiling; unknown ones leave a build that is marked unverified."""
-    return tuple(c for c in checks if c.verdict is Verdict.FAILED)
-
-
 def refuse(checks: tuple[Check, ...], log: str, toolkit: Toolkit, requested: Requested) -> None:
-    """Raise BuildFailed (exit 6) with CMake's two lines, both paths and the fix, if any failed."""
-    failed = refused(checks)
+    """Raise BuildFailed (exit 6) with CMake's two lines, both paths and the fix, if any failed.
+
+    Unknown checks do not forbid compiling: they leave a build that is marked unverified.
+    """
+    failed = [c for c in checks if c.verdict is Verdict.FAILED]
     if not failed:
         return
-    said = read_configure(log)
-    lines = [line for kind in ("toolkits", "compilers", "skipped", "absent") for line in said[kind]]
+    found = read_configure(log)
+    lines = [one for kind in ("toolkits", "compilers", "skipped", "absent") for one in found[kind]]
     where = [line.at(requested.log) for line in sorted(lines, key=lambda line: line.number)]
     where += [f"{c.id}: expected {c.expected}, observed {c.observed} ({c.where})" for c in failed]
     raise BuildFailed(
@@ -147,205 +132,166 @@ def _words(items: Iterable[str]) -> str:
     return ", ".join(sorted(items)) or "none"
 
 
-@dataclass(frozen=True)
-class _CudaChecks:
-    """What CMake reported, what was asked for, and one method for each check."""
+def accept_configure(
+    log: str,
+    cache: Mapping[str, str],
+    toolkit: Toolkit,
+    requested: Requested,
+    resolve: Resolve = os.path.realpath,
+) -> tuple[Check, ...]:
+    """Check a finished configure: `log` is all that CMake printed, `cache` its variables."""
+    lines = read_configure(log)
+    compilers, toolkits, skipped = lines["compilers"], lines["toolkits"], lines["skipped"]
+    included, absent = lines["included"], lines["absent"]
+    places = (toolkit.root, toolkit.include, toolkit.library)
 
-    lines: dict[str, tuple[Line, ...]]
-    cache: dict[str, str]
-    toolkit: Toolkit
-    requested: Requested
-    resolve: Resolve
+    def first(found: tuple[Line, ...]) -> str:
+        return found[0].at(requested.log) if found else f"{requested.log}: no such line"
 
-    def all(self) -> tuple[Check, ...]:
-        return (
-            self.backend(), self.pair(), self.version(), self.compiler_place(),
-            self.toolkit_place(), self.libraries(), self.headers(), self.architectures(),
-            self.compilable(), self.skipped(), self.host_compiler(), *self.overridden(),
-        )  # fmt: skip
-
-    def first(self, lines: tuple[Line, ...]) -> str:
-        """Name the first of these lines."""
-        return lines[0].at(self.requested.log) if lines else f"{self.requested.log}: no such line"
-
-    def inside(self, path: str) -> bool:
+    def inside(path: str) -> bool:
         """Whether a path leads into the chosen toolkit."""
-        real = self.resolve(path)
-        places = (self.toolkit.root, self.toolkit.include, self.toolkit.library)
+        real = resolve(path)
         return any(real == place or real.startswith(place.rstrip("/") + "/") for place in places)
 
-    def backend(self) -> Check:
-        decisive = self.lines["absent"] or self.lines["included"]
-        proof = self.lines["included"] and self.lines["compilers"] and not self.lines["absent"]
-        return check(
+    decisive = absent or included
+    compiler_versions = {line.values.get("version", "none") for line in compilers}
+    toolkit_versions = {line.values["version"] for line in toolkits}
+    versions = compiler_versions | toolkit_versions
+    pair = " | ".join(line.at(requested.log) for line in (*toolkits, *compilers))
+    compiler = cache.get(COMPILER, "")
+    found = [path for line in toolkits for path in split_list(line.values["paths"])]
+    names = (ROOT, "CUDAToolkit_BIN_DIR", "CUDAToolkit_NVCC_EXECUTABLE")
+    found += [cache[name] for name in names if cache.get(name)]
+    outside = [path for path in found if not inside(path)]
+    names = ("CUDA_CUDART", "CUDA_cublas_LIBRARY", "CUDA_cublasLt_LIBRARY")
+    libraries = {name: cache.get(name, "") for name in names}
+    wrong = {name: path for name, path in libraries.items() if not path or not inside(path)}
+    driver = cache.get("CUDA_cuda_driver_LIBRARY", "")
+    if driver.endswith("-NOTFOUND"):
+        wrong["CUDA_cuda_driver_LIBRARY"] = driver
+    value = cache.get(ARCHITECTURES, "")
+    effective, where = split_list(value), f"CMakeCache.txt: {ARCHITECTURES}={value}"
+    if using := lines["using"]:
+        effective = split_list(using[-1].values.get("list", ""))
+        where = using[-1].text.strip()
+    wanted = requested.architectures
+    flags = {n: v for n, v in cache.items() if n.startswith(("CMAKE_CUDA_FLAGS", "CUDA_"))}
+    unverified = unverified_flags({**flags, **requested.definitions})
+    checks = [
+        check(
             "cuda.backend",
             "a line 'Including CUDA backend', a CUDA compiler, and no report of missing CUDA",
             decisive[0].text.strip() if decisive else "no such line: a build for the CPU alone",
-            self.first(decisive),
-            ok=bool(proof),
-        )
-
-    def pair(self) -> Check:
-        found, compilers = self.lines["toolkits"], self.lines["compilers"]
-        versions = {line.values.get("version", "none") for line in compilers}
-        toolkits = {line.values["version"] for line in found}
-        where = " | ".join(line.at(self.requested.log) for line in (*found, *compilers))
-        return check(
+            first(decisive),
+            ok=bool(included and compilers and not absent),
+        ),
+        check(
             "cuda.pair",
             "one full version, for the compiler and for the toolkit that was found",
-            f"compiler {_words(versions)}, toolkit {_words(toolkits)}",
-            where or f"{self.requested.log}: neither line is there",
-            ok=len(versions) == 1 and versions == toolkits,
-        )
-
-    def version(self) -> Check:
-        lines = (*self.lines["compilers"], *self.lines["toolkits"])
-        versions = {line.values.get("version", "none") for line in lines}
-        wanted, chosen = self.requested.version, self.toolkit.version
-        return check(
+            f"compiler {_words(compiler_versions)}, toolkit {_words(toolkit_versions)}",
+            pair or f"{requested.log}: neither line is there",
+            ok=len(compiler_versions) == 1 and compiler_versions == toolkit_versions,
+        ),
+        check(
             "cuda.version",
-            f"{wanted}, from the recipe; the chosen toolkit is {chosen}",
+            f"{requested.version}, from the recipe; the chosen toolkit is {toolkit.version}",
             _words(versions),
-            self.first(self.lines["compilers"]),
-            ok=bool(versions) and all(satisfies(v, wanted) and v == chosen for v in versions),
-        )
-
-    def compiler_place(self) -> Check:
-        compiler = self.cache.get(COMPILER, "")
-        return check(
+            first(compilers),
+            ok=versions == {toolkit.version} and satisfies(toolkit.version, requested.version),
+        ),
+        check(
             "cuda.compiler-place",
-            self.toolkit.nvcc,
+            toolkit.nvcc,
             compiler or "not in the cache",
             f"CMakeCache.txt: {COMPILER}={compiler}",
-            ok=bool(compiler) and self.resolve(compiler) == self.toolkit.nvcc,
-        )
-
-    def toolkit_place(self) -> Check:
-        toolkits = self.lines["toolkits"]
-        found = [path for line in toolkits for path in split_list(line.values["paths"])]
-        names = (ROOT, "CUDAToolkit_BIN_DIR", "CUDAToolkit_NVCC_EXECUTABLE")
-        found += [self.cache[name] for name in names if self.cache.get(name)]
-        outside = [path for path in found if not self.inside(path)]
-        return check(
+            ok=bool(compiler) and resolve(compiler) == toolkit.nvcc,
+        ),
+        check(
             "cuda.toolkit-place",
-            f"everything inside {self.toolkit.root}",
+            f"everything inside {toolkit.root}",
             ", ".join(dict.fromkeys(outside or found)) or "no toolkit was found",
-            self.first(toolkits),
-            ok=bool(toolkits) and bool(self.cache.get(ROOT)) and not outside,
-        )
-
-    def libraries(self) -> Check:
-        names = ("CUDA_CUDART", "CUDA_cublas_LIBRARY", "CUDA_cublasLt_LIBRARY")
-        values = {name: self.cache.get(name, "") for name in names}
-        wrong = {name: path for name, path in values.items() if not path or not self.inside(path)}
-        driver = self.cache.get("CUDA_cuda_driver_LIBRARY", "")
-        if driver.endswith("-NOTFOUND"):
-            wrong["CUDA_cuda_driver_LIBRARY"] = driver
-        return check(
+            first(toolkits),
+            ok=bool(toolkits) and bool(cache.get(ROOT)) and not outside,
+        ),
+        check(
             "cuda.libraries",
-            f"cudart, cublas, cublasLt from {self.toolkit.library}, and a driver library to link",
-            ", ".join(f"{name}={path or 'missing'}" for name, path in (wrong or values).items()),
+            f"cudart, cublas, cublasLt from {toolkit.library}, and a driver library to link",
+            ", ".join(f"{name}={path or 'missing'}" for name, path in (wrong or libraries).items()),
             "CMakeCache.txt",
             ok=not wrong,
-        )
-
-    def headers(self) -> Check:
-        headers, version = self.toolkit.headers, self.toolkit.version
-        return check(
+        ),
+        check(
             "cuda.headers",
-            f"headers of {version}",
-            headers,
-            f"{self.toolkit.include}/cuda.h",
-            ok=headers is not None and satisfies(version, headers),
-        )
-
-    def architectures(self) -> Check:
-        """Compare what CMake will compile for with what was asked for.
-
-        ggml turns 12X into 12Xa by itself; that is a better form of the same.
-        """
-        value = self.cache.get(ARCHITECTURES, "")
-        effective, where = split_list(value), f"CMakeCache.txt: {ARCHITECTURES}={value}"
-        if using := self.lines["using"]:
-            effective = split_list(using[-1].values.get("list", ""))
-            where = using[-1].text.strip()
-        asked = self.requested.architectures
-        return check(
+            f"headers of {toolkit.version}",
+            toolkit.headers,
+            f"{toolkit.include}/cuda.h",
+            ok=toolkit.headers is not None and satisfies(toolkit.version, toolkit.headers),
+        ),
+        # ggml turns 12X into 12Xa by itself; that is a better form of the same.
+        check(
             "cuda.architectures",
-            ";".join(asked),
+            ";".join(wanted),
             ";".join(effective) or "none",
             where,
-            ok=bool(effective) and set(map(specific, effective)) == set(map(specific, asked)),
-        )
-
-    def compilable(self) -> Check:
-        asked, known = self.requested.architectures, self.toolkit.architectures
-        parts = [
-            self.cache.get(f"CMAKE_CACHE_{n}_VERSION", "") for n in ("MAJOR", "MINOR", "PATCH")
-        ]
-        version = tuple(map(int, parts)) if all(map(str.isdigit, parts)) else ()
-        takes_families = (3, 31, 8) <= version < (4, 0, 0) or version >= (4, 0, 2)
-        wrong = []
-        for item in asked:
-            found = parse_architecture(item)
-            if found is None or found.name not in known:
-                wrong.append(f"{item}: this nvcc does not support it")
-            elif found.letter == "f" and not takes_families:
-                shown = ".".join(parts) if version else "of unknown version"
-                wrong.append(f"{item}: CMake {shown} does not support names with 'f'")
-        return check(
-            "cuda.compilable",
-            f"nvcc and CMake support each of {';'.join(asked)}",
-            "; ".join(wrong) or "all supported",
-            f"{self.toolkit.nvcc} --help: {' '.join(known) or 'no list'}",
-            ok=bool(asked) and not wrong,
-        )
-
-    def skipped(self) -> Check:
-        skipped = self.lines["skipped"]
-        return check(
+            ok=bool(effective) and set(map(specific, effective)) == set(map(specific, wanted)),
+        ),
+        _compilable(cache, toolkit, wanted),
+        check(
             "cuda.skipped",
             "no kernels skipped because of the architecture",
             ", ".join(line.values["what"] for line in skipped) or "none skipped",
-            self.first(skipped) if skipped else self.requested.log,
+            first(skipped) if skipped else requested.log,
             ok=not skipped,
-        )
-
-    def host_compiler(self) -> Check:
-        every = (*self.lines["compilers"], *self.lines["hosts"])
-        lines = tuple(line for line in every if "host" in line.values)
-        named = [(line.values["host"], line.values["host_version"]) for line in lines]
-        newest = {"GNU": self.toolkit.gcc_max, "Clang": self.toolkit.clang_max}
-        bounds = [(version, newest.get(name)) for name, version in named]
-        ok: bool | None = None
-        if bounds and all(bound is not None for _, bound in bounds):
-            ok = all(int(version.split(".")[0]) <= (bound or 0) for version, bound in bounds)
-        return check(
+        ),
+    ]
+    hosts = tuple(line for line in (*compilers, *lines["hosts"]) if "host" in line.values)
+    named = [(line.values["host"], line.values["host_version"]) for line in hosts]
+    newest = {"GNU": toolkit.gcc_max, "Clang": toolkit.clang_max}
+    fits = [
+        None if (bound := newest.get(name)) is None else int(version.split(".")[0]) <= bound
+        for name, version in named
+    ]
+    checks.append(
+        check(
             "cuda.host-compiler",
-            f"GCC up to {self.toolkit.gcc_max}, Clang up to {self.toolkit.clang_max}",
+            f"GCC up to {toolkit.gcc_max}, Clang up to {toolkit.clang_max}",
             _words({f"{name} {version}" for name, version in named}) if named else None,
-            self.first(lines),
-            ok=ok,
+            first(hosts),
+            ok=None if None in fits else all(fits),
         )
-
-    def overridden(self) -> tuple[Check, ...]:
-        flags = {
-            name: value
-            for name, value in self.cache.items()
-            if name.startswith(("CMAKE_CUDA_FLAGS", "CUDA_"))
-        }
-        named = unverified_flags({**flags, **self.requested.definitions})
-        if not named:
-            return ()
-        return (
+    )
+    if unverified:
+        checks.append(
             check(
                 UNVERIFIED,
                 "nvcc checks the host compiler itself",
-                f"-allow-unsupported-compiler in {_words(named)}: this build is unverified",
+                f"-allow-unsupported-compiler in {_words(unverified)}: this build is unverified",
                 "the recipe's CMake definitions",
                 ok=None,
-            ),
+            )
         )
+    return tuple(checks)
+
+
+def _compilable(cache: Mapping[str, str], toolkit: Toolkit, wanted: Sequence[str]) -> Check:
+    parts = [cache.get(f"CMAKE_CACHE_{n}_VERSION", "") for n in ("MAJOR", "MINOR", "PATCH")]
+    version = tuple(map(int, parts)) if all(map(str.isdigit, parts)) else ()
+    takes_families = (3, 31, 8) <= version < (4, 0, 0) or version >= (4, 0, 2)
+    wrong = []
+    for item in wanted:
+        found = parse_architecture(item)
+        if found is None or found.name not in toolkit.architectures:
+            wrong.append(f"{item}: this nvcc does not support it")
+        elif found.letter == "f" and not takes_families:
+            shown = ".".join(parts) if version else "of unknown version"
+            wrong.append(f"{item}: CMake {shown} does not support names with 'f'")
+    return check(
+        "cuda.compilable",
+        f"nvcc and CMake support each of {';'.join(wanted)}",
+        "; ".join(wrong) or "all supported",
+        f"{toolkit.nvcc} --help: {' '.join(toolkit.architectures) or 'no list'}",
+        ok=bool(wanted) and not wrong,
+    )
 
 
 _DEVICE = re.compile(r"^\s+(?P<id>CUDA\d+): (?P<name>.+?) \(\d+ MiB, \d+ MiB free\)\s*$")
@@ -355,8 +301,6 @@ Same = Callable[[Path, str], bool]
 
 
 def _same_here(candidate: Path, chosen: str) -> bool:
-    if os.path.realpath(candidate) == chosen:
-        return True
     return os.path.isfile(chosen) and candidate.read_bytes() == Path(chosen).read_bytes()
 
 
@@ -375,10 +319,17 @@ def accept_artifact(
     wanted = frozenset().union(
         *(a.embeds for i in requested.architectures if (a := parse_architecture(specific(i))))
     )
+    stubs = [entry for entry in file.run_path if "stubs" in Path(entry).parts]
     return (
         check("cuda.library", expected, path.name, str(path), ok=True),
         _linked(path, file, toolkit, same),
-        _no_stub(path, file),
+        check(
+            "cuda.no-stub",
+            "a run path that does not lead to the driver's stub",
+            ":".join(stubs or file.run_path) or "no run path",
+            str(path),
+            ok=not stubs,
+        ),
         check(
             "cuda.embedded",
             " ".join(sorted(wanted)),
@@ -417,17 +368,6 @@ def _linked(path: Path, file: ElfFile, toolkit: Toolkit, same: Same) -> Check:
     chosen = toolkit.libraries.get("cudart", "")
     ok = needed == wanted and same(found, chosen)
     return check("cuda.linked", expected, str(found), where, ok=ok)
-
-
-def _no_stub(path: Path, file: ElfFile) -> Check:
-    stubs = [entry for entry in file.run_path if "stubs" in Path(entry).parts]
-    return check(
-        "cuda.no-stub",
-        "a run path that does not lead to the driver's stub",
-        ":".join(stubs or file.run_path) or "no run path",
-        str(path),
-        ok=not stubs,
-    )
 
 
 def covers(embedded: frozenset[str], capability: str) -> str | None:

@@ -1,8 +1,5 @@
 """What every engine provides.
 
-An accept rule is a pure function from these to checks, so that it is tested on recorded output;
-`build.configure` reads the output of a real build folder.
-
 Names as llama.cpp build 11434 (`tools/server/server-task.cpp`) and vLLM 0.32 give them, in the text
 format of Prometheus. A counter that an engine does not publish is None.
 """
@@ -11,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
@@ -95,10 +92,6 @@ class Configured:
     def line(self, number: int) -> str:
         """Format a line of the log (counting from 1) as editors do."""
         return f"{self.log_path}:{number}"
-
-
-AcceptRule = Callable[[Configured, Expected], Iterable[Check]]
-"""Checks a configured build before anything is compiled."""
 
 
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t]*")

@@ -209,10 +209,7 @@ def _definitions(recipe: Recipe) -> tuple[Conflict, ...]:
     """Return CMake definitions that a recipe must not set, whatever the toolkit."""
     if recipe.engine != "llama.cpp" or recipe.build is None:
         return ()
-    return tuple(
-        Conflict(("build", "cmake", r.name), r.message, r.hint)
-        for r in refusals(recipe.build.cmake, NOTHING)
-    )
+    return tuple(refusals(recipe.build.cmake, NOTHING))
 
 
 def _container(loaded: LoadedRecipe) -> tuple[Fault, ...]:

@@ -36,6 +36,7 @@ from bakehouse.recipe.models import Recipe
 from bakehouse.runs.store import Run
 from bakehouse.sources.pypi import fetch_file, find_file
 from bakehouse.toolchain import find_tools
+from tests.support.cmake_cache import cache_values
 from tests.support.small_cuda import CUDA_FILES
 from tests.support.small_engine import FILES, small_lock, small_recipe, write_small
 
@@ -95,7 +96,7 @@ def configure(
 
 def judged(log: str, cache: str, toolkit: Toolkit, version: str) -> tuple[Check, ...]:
     requested = Requested(version=version, architectures=("90-real",))
-    checks = accept_configure(log, cache, toolkit, requested)
+    checks = accept_configure(log, cache_values(cache), toolkit, requested)
     refuse(checks, log, toolkit, requested)
     return checks
 

@@ -45,7 +45,7 @@ def main() -> None:
         here = moved(plan, work)
         write_source(ctx, lock, work / "src")
         configured = builder.configure(ctx, lock, here, run)
-        checks = builder.accept(here, run, configured)
+        checks = builder.accept(run, configured, here.expected)
     print(
         json.dumps(
             {

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from bakehouse.engines.base import CacheEntry, Compiler, Configured, Expected, Target
-from bakehouse.engines.llamacpp.cmake import RULES
+from bakehouse.engines.llamacpp.cmake import check_configured
 from bakehouse.models import Check, Verdict, not_passed
 
 LOG = (
@@ -54,7 +54,7 @@ GOOD = Configured(
 
 
 def judge(configured: Configured, expected: Expected = EXPECTED) -> tuple[Check, ...]:
-    return tuple(check for rule in RULES for check in rule(configured, expected))
+    return check_configured(configured, expected)
 
 
 def only(checks: tuple[Check, ...], name: str) -> Check:

@@ -182,13 +182,9 @@ def test_build_plan_with_a_toolkit() -> None:
         paths={"CUDAToolkit_ROOT": "/t"},
         flags={"CMAKE_CUDA_FLAGS": ("-Xcompiler=-ffile-prefix-map={work}=/build",)},
         tools={"nvcc": "13.0.88"},
-        compilers={"CUDA": ("/t/bin/nvcc", "13.0.88")},
-        environment={"NVCC_APPEND_FLAGS": "-x"},
         path_environment={"PATH": "/t/bin:/usr/bin"},
     )
     made = plan({"GGML_CUDA": True}, extra=extra)
-    assert made.inputs.environment["NVCC_APPEND_FLAGS"] == "-x"
-    assert made.expected.compilers["CUDA"].version == "13.0.88"
     assert f"-Xcompiler=-ffile-prefix-map={made.work}=/build" == definition(
         made, "CMAKE_CUDA_FLAGS"
     )

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bakehouse.context import Context
-from bakehouse.cuda.configure import cmake_overrides, select_toolkit, with_architectures
+from bakehouse.cuda.configure import Conflict, cmake_overrides, select_toolkit, with_architectures
 from bakehouse.cuda.toolkit import Requested
 from bakehouse.cuda.verify import UNVERIFIED, accept_configure, refuse
-from bakehouse.engines.base import AcceptRule, Configured, CudaExpected, Expected
+from bakehouse.engines.base import Configured, CudaExpected, Expected
 from bakehouse.lock import Lock
 from bakehouse.models import Check, check
 from bakehouse.recipe.models import Recipe
@@ -106,10 +106,6 @@ class Extra:
     Not part of the digest."""
     tools: Mapping[str, str] = field(default_factory=dict)
     """Name to identity."""
-    compilers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """CMake's language to path and version, for acceptance."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Part of the digest."""
     path_environment: Mapping[str, str] = field(default_factory=dict)
     """Variables with paths of this machine: passed, not part of the digest."""
     cuda: CudaExpected | None = None
@@ -123,15 +119,6 @@ class Extra:
 
 
 NOTHING = Extra()
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A definition of the recipe that is refused."""
-
-    name: str
-    message: str
-    hint: str
 
 
 def value_text(value: str | int | float | bool) -> str:
@@ -152,25 +139,23 @@ def truth(value: str) -> bool | None:
     return value.upper() in true if value.upper() in true | false else None
 
 
-def refusals(cmake: Mapping[str, str | int | float | bool], extra: Extra) -> tuple[Refusal, ...]:
+def refusals(cmake: Mapping[str, str | int | float | bool], extra: Extra) -> Iterator[Conflict]:
     """Find every definition that the recipe may not set, or not to this value."""
     needed = {**FORCED, **extra.definitions, **extra.paths}
-    checked = ((name, _refusal(name, value_text(cmake[name]), needed.get(name))) for name in cmake)
-    return tuple(Refusal(name, *found) for name, found in checked if found)
-
-
-def _refusal(name: str, text: str, needed: str | None) -> tuple[str, str] | None:
-    """Message and hint for a definition that is refused."""
-    if name in OURS:
-        return f"a recipe cannot set {name}", OURS[name]
-    if needed is not None and not same(text, needed):
-        return f"{name} must be {needed}, not {text}", "leave it out: it is set for every build"
-    if any(char in text for char in "\0\r\n"):
-        return f"{name} contains a line break or NUL", "CMake does not support such a value"
-    if text != text.strip(" \t") or (len(text) > 1 and text[0] == text[-1] == "'"):
-        message = f"{name} has blanks or single quotes around its value, which CMake drops"
-        return message, "leave them out"
-    return None
+    for name in cmake:
+        text, must = value_text(cmake[name]), needed.get(name)
+        keys = ("build", "cmake", name)
+        if name in OURS:
+            yield Conflict(keys, f"a recipe cannot set {name}", OURS[name])
+        elif must is not None and not same(text, must):
+            hint = "leave it out: it is set for every build"
+            yield Conflict(keys, f"{name} must be {must}, not {text}", hint)
+        elif any(char in text for char in "\0\r\n"):
+            hint = "CMake does not support such a value"
+            yield Conflict(keys, f"{name} contains a line break or NUL", hint)
+        elif text != text.strip(" \t") or (len(text) > 1 and text[0] == text[-1] == "'"):
+            message = f"{name} has blanks or single quotes around its value, which CMake drops"
+            yield Conflict(keys, message, "leave them out")
 
 
 def asked(cmake: Mapping[str, str | int | float | bool]) -> dict[str, str]:
@@ -178,14 +163,10 @@ def asked(cmake: Mapping[str, str | int | float | bool]) -> dict[str, str]:
     return {name: value_text(value) for name, value in sorted(cmake.items())}
 
 
-def stamps(lock: Lock) -> dict[str, str]:
-    """Commit and build number that the engine has to report."""
-    return {"LLAMA_BUILD_COMMIT": lock.stamp, "LLAMA_BUILD_NUMBER": str(lock.build_number)}
-
-
 def definitions(own: Mapping[str, str], lock: Lock, extra: Extra, arch: str) -> dict[str, str]:
     """All definitions that shape the result, sorted by name; `own` are the recipe's."""
-    merged = {**DEFAULTS, **own, **FORCED, **stamps(lock), **extra.definitions}
+    stamps = {"LLAMA_BUILD_COMMIT": lock.stamp, "LLAMA_BUILD_NUMBER": str(lock.build_number)}
+    merged = {**DEFAULTS, **own, **FORCED, **stamps, **extra.definitions}
     if arch == "x86_64" and not for_this_cpu(merged):
         merged = {**INSTRUCTIONS, **merged}
     for name in LINK_FLAGS:
@@ -241,69 +222,38 @@ def prepared(
     """Give what `plan_build` takes: the recipe as built here, and what the toolkit adds.
 
     `plan` only describes (`make=False`); `build` and `serve` install a toolkit from PyPI first.
-    Both give the same digest. Raises what `toolkit.settle.settle` raises.
+    Both give the same digest. Raises as `select_toolkit` does.
     """
-    settled = select_toolkit(ctx, recipe, lock.toolkit, make=make)
-    if settled is None:
+    selected = select_toolkit(ctx, recipe, lock.toolkit, make=make)
+    if selected is None:
         return recipe, NOTHING
-    recipe = with_architectures(recipe, settled)
+    recipe = with_architectures(recipe, selected)
     # Without a fixed path, the objects carry the path of the builds folder.
     why_not = fixed_place(ctx)
     forced = cmake_overrides(
-        settled.toolkit,
+        selected.toolkit,
         host_compiler=tools.cxx.path,
         search_path=tools.search_path,
         hides_nvcc=lambda folder: os.path.exists(os.path.join(folder, "nvcc")),
     )
     requested = Requested(
-        version=settled.version,
-        architectures=settled.architectures,
+        version=selected.version,
+        architectures=selected.architectures,
         definitions=asked(recipe.build.cmake if recipe.build else {}),
     )
     reason = f"nvcc writes the folder's path into what it makes, and {why_not}" if why_not else ""
+    # The compilers' check leaves nvcc out: CMake 3.25's file API gives no version for CUDA (seen).
+    # Its log does, and `accept_configure` compares compiler and version with the toolkit.
     return recipe, Extra(
         paths=forced.definitions,
         flags=forced.flags,
-        tools={"cuda": settled.identity, "path": str(ctx.places.builds) if why_not else PLACE},
-        # No `compilers`: CMake 3.25's file API gives no version for CUDA (seen); its log does, and
-        # the rule below compares compiler and version with the toolkit.
+        tools={"cuda": selected.identity, "path": str(ctx.places.builds) if why_not else PLACE},
         path_environment=forced.environment,
-        cuda=CudaExpected(toolkit=settled.toolkit, requested=requested),
+        cuda=CudaExpected(toolkit=selected.toolkit, requested=requested),
         place=None if why_not else PLACE,
         mount=() if why_not else mounting("{work}"),
         not_reproducible=reason,
     )
-
-
-def cuda(configured: Configured, expected: Expected) -> Iterable[Check]:
-    """Rule: CMake's log and cache prove a correct CUDA build."""
-    if expected.cuda is None:
-        return ()
-    cache = "\n".join(f"{n}:{e.type}={e.value}" for n, e in configured.cache.items())
-    return accept_configure(
-        "\n".join(configured.log),
-        cache,
-        expected.cuda.toolkit,
-        _requested(configured, expected.cuda),
-        expected.cuda.resolve,
-    )
-
-
-def _requested(configured: Configured, cuda: CudaExpected) -> Requested:
-    return cuda.requested.model_copy(update={"log": configured.log_path})
-
-
-def refuse_cuda(configured: Configured, expected: Expected, checks: tuple[Check, ...]) -> None:
-    """Raise BuildFailed with CMake's two lines, both paths and the fix, if a CUDA check failed."""
-    if expected.cuda is not None:
-        of_cuda = tuple(c for c in checks if c.id.startswith("cuda."))
-        requested = _requested(configured, expected.cuda)
-        refuse(of_cuda, "\n".join(configured.log), expected.cuda.toolkit, requested)
-
-
-def decisive(checks: Iterable[Check]) -> tuple[Check, ...]:
-    """Those that have to pass: a recipe may switch off nvcc's own check, and is unverified then."""
-    return tuple(c for c in checks if c.id != UNVERIFIED)
 
 
 _UNUSED = re.compile(r"\s*Manually-specified variables were not used by the project:")
@@ -312,24 +262,15 @@ _DOWNLOAD = re.compile(
 )
 
 
-def generator(configured: Configured, expected: Expected) -> Iterable[Check]:
-    """The generator is the planned one."""
-    yield _same("configure.generator", expected.generator, configured.generator, configured)
-
-
-def build_type(configured: Configured, expected: Expected) -> Iterable[Check]:
-    """The build type is the one asked for."""
-    entry = configured.cache.get("CMAKE_BUILD_TYPE")
-    seen = entry.value if entry else None
-    yield _same("configure.build_type", expected.build_type, seen, configured)
-
-
-def _same(name: str, wanted: str, seen: str | None, configured: Configured) -> Check:
-    return check(name, wanted, seen, configured.cache_path, ok=seen == wanted)
-
-
-def compilers(configured: Configured, expected: Expected) -> Iterable[Check]:
-    """Every language is compiled by the planned compiler in the planned version."""
+def check_configured(configured: Configured, expected: Expected) -> tuple[Check, ...]:
+    """Check a configured build before anything is compiled, in the order that is printed."""
+    at, log, cache = configured.cache_path, configured.log, configured.cache
+    generator, entry = configured.generator, cache.get("CMAKE_BUILD_TYPE")
+    build_type = entry.value if entry else None
+    checks = [
+        check("configure.generator", expected.generator, generator, at,
+              ok=generator == expected.generator),
+    ]  # fmt: skip
     for language, wanted in expected.compilers.items():
         found = configured.compilers.get(language)
         right = (
@@ -337,108 +278,87 @@ def compilers(configured: Configured, expected: Expected) -> Iterable[Check]:
             and found.version == wanted.version
             and os.path.realpath(found.path) == os.path.realpath(wanted.path)
         )
-        yield check(
-            f"configure.compiler.{language}",
-            f"{wanted.path} {wanted.version}",
-            f"{found.path} {found.version}" if found else None,
-            configured.cache_path,
-            ok=right,
-        )
-
-
-def definitions_kept(configured: Configured, expected: Expected) -> Iterable[Check]:
-    """The cache holds every definition as it was passed: the engine's and the recipe's."""
-    yield _held("configure.forced", expected.forced, configured)
+        observed = f"{found.path} {found.version}" if found else None
+        name, planned = f"configure.compiler.{language}", f"{wanted.path} {wanted.version}"
+        checks.append(check(name, planned, observed, at, ok=right))
+    checks += [
+        check("configure.build_type", expected.build_type, build_type, at,
+              ok=build_type == expected.build_type),
+        _kept("configure.forced", expected.forced, configured),
+    ]  # fmt: skip
     if expected.asked:
-        yield _held("configure.asked", expected.asked, configured)
+        checks += [
+            _kept("configure.asked", expected.asked, configured),
+            _used(configured, expected.asked),
+        ]
+    targets, known = ", ".join(expected.targets), configured.targets
+    absent = [name for name in expected.targets if name not in known]
+    missing = "; ".join(f"{name} does not exist{suggestion(name, known)}" for name in absent)
+    downloads = [(n, line) for n, line in enumerate(log, 1) if _DOWNLOAD.search(line)]
+    checks += [
+        check("configure.targets", targets, missing or "all exist", at,
+              ok=not missing if known else None),
+        check("configure.no_download", "no download in the log",
+              downloads[0][1].strip() if downloads else "none",
+              configured.line(downloads[0][0]) if downloads else configured.log_path,
+              ok=not downloads if log else None),
+    ]  # fmt: skip
+    if cuda := expected.cuda:
+        requested = cuda.requested.model_copy(update={"log": configured.log_path})
+        values = {name: entry.value for name, entry in cache.items()}
+        checks += accept_configure("\n".join(log), values, cuda.toolkit, requested, cuda.resolve)
+    return tuple(checks)
 
 
-def _held(id: str, wanted: dict[str, str], configured: Configured) -> Check:  # noqa: A002
+def _kept(id: str, wanted: Mapping[str, str], configured: Configured) -> Check:  # noqa: A002
+    """The cache holds these definitions as they were passed."""
     wrong = []
     for name, value in wanted.items():
         entry = configured.cache.get(name)
         if entry is None or not same(entry.value, value):
-            seen = f"{name}={entry.value}" if entry else f"no {name}"
-            wrong.append(f"{seen} instead of {value or 'nothing'}")
+            found = f"{name}={entry.value}" if entry else f"no {name}"
+            wrong.append(f"{found} instead of {value or 'nothing'}")
         elif entry.type == "BOOL" and truth(value) is None:
             wrong.append(f"{name}={value}, but the project expects ON or OFF")
-    return check(
-        id,
-        f"{len(wanted)} definitions as they were passed",
-        "; ".join(wrong) if wrong else "all of them",
-        configured.cache_path,
-        ok=not wrong,
-    )
+    expected, observed = f"{len(wanted)} definitions as they were passed", "; ".join(wrong)
+    return check(id, expected, observed or "all of them", configured.cache_path, ok=not wrong)
 
 
-def used(configured: Configured, expected: Expected) -> Iterable[Check]:
+def _used(configured: Configured, wanted: Mapping[str, str]) -> Check:
     """The project reads every definition of the recipe: one that it does not read is a typo."""
-    if not expected.asked:
-        return
-    unused = {n: configured.line(at) for at, n in _unused(configured.log) if n in expected.asked}
-    for name in sorted(expected.asked):
-        if _only_seems_read(name, configured):
+    unused: dict[str, str] = {}
+    inside = False  # CMake's list of unused definitions
+    for number, line in enumerate(configured.log, 1):
+        if _UNUSED.match(line):
+            inside = True
+        elif inside and line.strip():
+            inside = line.startswith("    ")
+            if inside and line.strip() in wanted:
+                unused[line.strip()] = configured.line(number)
+    for name in sorted(wanted):
+        entry = configured.cache.get(name)
+        undeclared = entry is not None and entry.type == "UNINITIALIZED"
+        # CMake counts such a name as read, even if it appears nowhere in the source.
+        if name.startswith(SEEMS_READ) and undeclared and name not in configured.named:
             unused.setdefault(name, configured.cache_path)
     declared = [n for n, e in configured.cache.items() if e.type not in {"UNINITIALIZED", "STATIC"}]
-    yield check(
+    return check(
         "configure.used",
-        f"the project reads all {len(expected.asked)} definitions of the recipe",
+        f"the project reads all {len(wanted)} definitions of the recipe",
         "; ".join(f"{n} is not used{suggestion(n, declared)}" for n in unused) or "it does",
         next(iter(unused.values()), configured.log_path),
         ok=not unused,
     )
 
 
-def _only_seems_read(name: str, configured: Configured) -> bool:
-    """Whether a name that CMake counts as read appears nowhere in the source."""
-    entry = configured.cache.get(name)
-    undeclared = entry is not None and entry.type == "UNINITIALIZED"
-    return name.startswith(SEEMS_READ) and undeclared and name not in configured.named
+def refuse_cuda(configured: Configured, expected: Expected, checks: tuple[Check, ...]) -> None:
+    """Raise BuildFailed with CMake's two lines, both paths and the fix, if a CUDA check failed."""
+    if cuda := expected.cuda:
+        requested = cuda.requested.model_copy(update={"log": configured.log_path})
+        of_cuda = tuple(c for c in checks if c.id.startswith("cuda."))
+        refuse(of_cuda, "\n".join(configured.log), cuda.toolkit, requested)
 
 
-def _unused(log: tuple[str, ...]) -> Iterator[tuple[int, str]]:
-    """Line number and name of each entry in CMake's list of unused definitions."""
-    inside = False
-    for number, line in enumerate(log, 1):
-        if _UNUSED.match(line):
-            inside = True
-        elif inside and line.strip():
-            if not line.startswith("    "):
-                inside = False
-                continue
-            yield number, line.strip()
-
-
-def no_download(configured: Configured, expected: Expected) -> Iterable[Check]:  # noqa: ARG001
-    """Configure downloaded nothing."""
-    found = [(n, ln) for n, ln in enumerate(configured.log, 1) if _DOWNLOAD.search(ln)]
-    yield check(
-        "configure.no_download",
-        "no download in the log",
-        found[0][1].strip() if found else "none",
-        configured.line(found[0][0]) if found else configured.log_path,
-        ok=not found if configured.log else None,
-    )
-
-
-def targets(configured: Configured, expected: Expected) -> Iterable[Check]:
-    """Every target that will be built exists."""
-    known = configured.targets
-    missing = [
-        f"{name} does not exist{suggestion(name, known)}"
-        for name in expected.targets
-        if name not in known
-    ]
-    yield check(
-        "configure.targets",
-        ", ".join(expected.targets),
-        "; ".join(missing) or "all exist",
-        configured.cache_path,
-        ok=not missing if known else None,
-    )
-
-
-RULES: tuple[AcceptRule, ...] = (
-    generator, compilers, build_type, definitions_kept, used, targets, no_download, cuda,
-)  # fmt: skip
-"""All rules, in the order in which they are printed."""
+def decisive(checks: Iterable[Check]) -> tuple[Check, ...]:
+    """Those that have to pass: a recipe may switch off nvcc's own check, and is unverified then."""
+    return tuple(c for c in checks if c.id != UNVERIFIED)
