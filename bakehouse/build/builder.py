@@ -10,20 +10,32 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from bakehouse.build import artifact as files
 from bakehouse.build import cmake_file_api
-from bakehouse.build.artifact import Artifact, BuildRecord, Damaged, StepTime
+from bakehouse.build.artifact import (
+    FOLDER_MODE,
+    Artifact,
+    BuildRecord,
+    Damaged,
+    StepTime,
+    content_digest,
+    disk_full,
+    explained,
+    install,
+    list_files,
+    says_full,
+    starved,
+    verify,
+)
 from bakehouse.build.error_parser import (
     FirstError,
     NinjaWatch,
     first_build_error,
     first_cmake_error,
 )
-from bakehouse.build.install import FOLDER_MODE, disk_full, explained, install, says_full, starved
 from bakehouse.context import Context
 from bakehouse.cuda.elf import read_cuda_file
 from bakehouse.cuda.verify import accept_artifact, accept_devices, covers, find_cuda_file
@@ -61,7 +73,10 @@ def work_folder(ctx: Context, plan: BuildPlan) -> Iterator[Path]:
     root = Path(plan.work).parent
     with ExitStack() as stack:
         folder = _take(stack, root)
-        _clear_left(ctx, root)
+        for left in filter(Path.is_dir, root.iterdir()):  # of killed builds, in the other places
+            with suppress(_InUse), _lock(root / f"{left.name.partition('-')[0]}.lock"):
+                ctx.progress.say("removing what a build that was killed left behind")
+                shutil.rmtree(left, ignore_errors=True)
         for name in ("src", "build", "home", "tmp", "tools", "stage"):
             (folder / name).mkdir(parents=True)
         try:
@@ -74,44 +89,27 @@ class _InUse(BakehouseError):
     """Another build works in this folder."""
 
 
-def _take(stack: ExitStack, root: Path) -> Path:
-    for number in range(PLACES):
-        try:
-            stack.enter_context(_held(root / f"{number}.lock"))
-        except _InUse:
-            continue
-        folder = root / str(number)
-        _remove(folder)
-        for left in root.glob(f"{number}-left-*"):
-            shutil.rmtree(left, ignore_errors=True)
-        return folder
-    raise HostError(
-        f"{PLACES} builds are running on this machine already",
-        where=str(root),
-        hint="wait until one of them ends",
-    )
-
-
-def _held(lock: Path) -> AbstractContextManager[None]:
+def _lock(lock: Path) -> AbstractContextManager[None]:
     return file_lock(lock, lock.stem, lambda _: None, busy=_InUse(lock.stem))
 
 
-def _clear_left(ctx: Context, root: Path) -> None:
-    """Remove what killed builds left in the other places."""
-    for folder in root.iterdir():
-        if not folder.is_dir():
-            continue
-        with suppress(_InUse), _held(root / f"{folder.name.partition('-')[0]}.lock"):
-            ctx.progress.say("removing what a build that was killed left behind")
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a leftover folder; moved away first, as its last children may still write to it."""
-    if folder.exists():
-        aside = folder.with_name(f"{folder.name}-left-{os.getpid()}")
-        folder.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
+def _take(stack: ExitStack, root: Path) -> Path:
+    for number in range(PLACES):
+        with suppress(_InUse):
+            stack.enter_context(_lock(root / f"{number}.lock"))
+            break
+    else:
+        raise HostError(
+            f"{PLACES} builds are running on this machine already",
+            where=str(root),
+            hint="wait until one of them ends",
+        )
+    folder = root / str(number)
+    if folder.exists():  # moved away first, as its last children may still write to it
+        folder.rename(root / f"{number}-left-{os.getpid()}")
+    for left in root.glob(f"{number}-left-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    return folder
 
 
 def moved(plan: BuildPlan, work: Path) -> BuildPlan:
@@ -138,6 +136,9 @@ def moved(plan: BuildPlan, work: Path) -> BuildPlan:
     return plan.model_copy(update={"steps": steps, "work": str(work), "expected": expected})
 
 
+RECORD_MODE = 0o644
+DRIVER = "libcuda.so.1"
+"""The driver's library: the Docker Engine adds the machine's own to a container with a GPU."""
 VERSION_S = 60.0
 """Seconds within which a finished server has to say its version."""
 
@@ -211,13 +212,6 @@ def _recorded(run: Run, what: str, checks: tuple[Check, ...]) -> tuple[Check, ..
     return checks
 
 
-def accept_files(plan: BuildPlan, run: Run, checks: tuple[Check, ...]) -> tuple[Check, ...]:
-    """Check the installed files, GPU code included. Raises BuildFailed unless all pass."""
-    if cuda := plan.expected.cuda:
-        checks += accept_artifact(Path(plan.work) / "stage", cuda.toolkit, cuda.requested)
-    return _recorded(run, "the built files are not what was asked for", checks)
-
-
 def compile_targets(ctx: Context, plan: BuildPlan, run: Run) -> None:
     """Run Ninja and show its progress. Raises BuildFailed with the first error."""
     work = Path(plan.work)
@@ -260,72 +254,61 @@ def _failure(
     return BuildFailed(f"{what} failed: {text}", where=where, hint=f"full log: {log}")
 
 
-def verify(ctx: Context, plan: BuildPlan, run: Run) -> tuple[Check, ...]:
+def check_server(ctx: Context, plan: BuildPlan, run: Run) -> tuple[Check, ...]:
     """Run the installed server for its version. Raises BuildFailed unless it shows the pin."""
-    step = plan.step("verify")
+    step, cuda = plan.step("verify"), plan.expected.cuda
     with run.step(step.id, step.argv) as taken:
         env = environment(step.env)
         cwd = Path(step.cwd) if step.cwd else None
-        said = ctx.processes.capture(step.argv, env=env, cwd=cwd, timeout=VERSION_S)
-        if _lacks_driver(said) and (stub := _driver_stub(plan)):
+        answer = ctx.processes.capture(step.argv, env=env, cwd=cwd, timeout=VERSION_S)
+        stub = cuda.toolkit.libraries.get("cuda") if cuda else None
+        if stub and not answer.ok and f"{DRIVER}: cannot open shared object file" in answer.err:
             run.fact("driver", "none on this machine: --version ran with its stub")
-            env["LD_LIBRARY_PATH"] = str(stub)
-            said = ctx.processes.capture(step.argv, env=env, cwd=cwd, timeout=VERSION_S)
-        taken.log.write_text(said.out + said.err)
-        taken.ended(said)
+            folder = Path(plan.work) / "driver-stub"  # outside of the artifact
+            folder.mkdir(exist_ok=True)
+            (folder / DRIVER).symlink_to(stub)
+            env["LD_LIBRARY_PATH"] = str(folder)
+            answer = ctx.processes.capture(step.argv, env=env, cwd=cwd, timeout=VERSION_S)
+        taken.log.write_text(answer.out + answer.err)
+        taken.ended(answer)
     where = f"llama-server --version, answer in {taken.log}"
-    checks = check_version(said, plan.inputs.stamp, plan.inputs.number, where)
+    checks = check_version(answer, plan.inputs.stamp, plan.inputs.number, where)
     return _recorded(run, "the built server does not run, or is another version", checks)
 
 
-def devices(ctx: Context, plan: BuildPlan, run: Run) -> tuple[Check, ...]:
-    """Check the devices that a CUDA server lists, on a machine whose GPU it has code for.
+def check_devices(
+    ctx: Context, run: Run, folder: Path, list_devices: Callable[[], str]
+) -> tuple[Check, ...]:
+    """Check the devices that a CUDA server lists, if it has code for a GPU of this machine.
 
-    A build for another machine's GPU is not checked here. Raises BuildFailed.
+    `folder` has the built files, `list_devices` runs the server. A build for another machine's GPU
+    is not checked here.
     """
-    gpus = read_gpus(ctx.processes) if plan.expected.cuda else ()
-    file = find_cuda_file(Path(plan.work) / "stage") if gpus else None
+    gpus = read_gpus(ctx.processes)
+    file = find_cuda_file(folder) if gpus else None
     if file is None:
         return ()
     embedded = read_cuda_file(file).embedded
     if not any(covers(embedded, gpu.compute_capability) for gpu in gpus):
         run.fact("devices", "built for another GPU than this machine's")
         return ()
-    step = plan.step("verify")
-    argv = (step.argv[0], "--list-devices")
-    said = ctx.processes.capture(argv, env=environment(step.env), timeout=VERSION_S)
-    run.fact("devices", {"listed": clean(said.out), "driver": [gpu.to_data() for gpu in gpus]})
-    checks = accept_devices(said.out, gpus, embedded)
-    return _recorded(run, "the server does not see this machine's GPU", checks)
+    listed = list_devices()
+    run.fact("devices", {"listed": clean(listed), "driver": [gpu.to_data() for gpu in gpus]})
+    return accept_devices(listed, gpus, embedded)
 
 
-def _lacks_driver(said: Captured) -> bool:
-    return not said.ok and "libcuda.so.1: cannot open shared object file" in said.err
-
-
-def _driver_stub(plan: BuildPlan) -> Path | None:
-    """Make a folder with the toolkit's stub under the driver's name, outside of the artifact."""
-    stub = plan.expected.cuda.toolkit.libraries.get("cuda") if plan.expected.cuda else None
-    if stub is None:
-        return None
-    folder = Path(plan.work) / "driver-stub"
-    folder.mkdir(exist_ok=True)
-    (folder / "libcuda.so.1").symlink_to(stub)
-    return folder
-
-
-def check_version(said: Captured, stamp: str, number: int, where: str) -> tuple[Check, ...]:
+def check_version(answer: Captured, stamp: str, number: int, where: str) -> tuple[Check, ...]:
     """Check the output of `llama-server --version`: it runs, and it is the pinned source."""
-    ended = Finished(said.argv, said.code, 0.0, ())
-    how = f"exit code {said.code}" if ended.signal is None else f"ended by {ended.signal}"
+    ended = Finished(answer.argv, answer.code, 0.0, ())
+    how = f"exit code {answer.code}" if ended.signal is None else f"ended by {ended.signal}"
     if ended.signal == "SIGILL":
         how += " (it contains instructions that this CPU does not have)"
-    if not said.ok and (first := (said.err.strip() or said.out.strip()).partition("\n")[0]):
+    if not answer.ok and (first := (answer.err.strip() or answer.out.strip()).partition("\n")[0]):
         how += f": {clean(first)}"
-    lines = [ln for ln in (said.err + said.out).splitlines() if ln.startswith("version: ")]
+    lines = [ln for ln in (answer.err + answer.out).splitlines() if ln.startswith("version: ")]
     words = lines[0].replace("(", " ").replace(")", " ").replace(",", " ").split() if lines else []
     return (
-        check("artifact.runs", "exit code 0", how, where, ok=said.ok),
+        check("artifact.runs", "exit code 0", how, where, ok=answer.ok),
         check(
             "artifact.stamp",
             f"build {number}, commit {stamp}",
@@ -334,14 +317,6 @@ def check_version(said: Captured, stamp: str, number: int, where: str) -> tuple[
             ok=stamp in words and str(number) in words,
         ),
     )
-
-
-def clear(folder: Path) -> None:
-    """Remove a folder if it exists."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-RECORD_MODE = 0o644
 
 
 def ensure(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> Artifact:
@@ -371,7 +346,7 @@ def _look(folder: Path) -> BuildRecord | Damaged | None:
     if not os.path.lexists(folder):
         return None
     try:
-        return files.verify(folder)
+        return verify(folder)
     except Damaged as error:
         return error
 
@@ -382,7 +357,7 @@ def _set_aside(ctx: Context, run: Run, folder: Path, why: Damaged) -> None:
     ctx.progress.say(f"the artifact is damaged ({why}); set aside in {aside}, building it again")
     run.fact("damaged", {"why": str(why), "aside": str(aside)})
     aside.parent.mkdir(parents=True, exist_ok=True)
-    clear(aside)
+    shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
 
 
@@ -413,42 +388,35 @@ def _build(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> BuildRecord:
     with run.step(step.id, step.argv) as taken:
         installed = install(ctx, plan, step, configured, taken.log)
     took("install")
-    checks += accept_files(plan, run, installed.checks)
-    checks += verify(ctx, plan, run) + devices(ctx, plan, run)
+    stage, cuda = work / "stage", plan.expected.cuda
+    of_files = installed.checks
+    if cuda:
+        of_files += accept_artifact(stage, cuda.toolkit, cuda.requested)
+    checks += _recorded(run, "the built files are not what was asked for", of_files)
+    checks += check_server(ctx, plan, run)
+    if cuda:
+        last = plan.step("verify")
+        argv, env = (last.argv[0], "--list-devices"), environment(last.env)
+        of_gpus = check_devices(
+            ctx, run, stage, lambda: ctx.processes.capture(argv, env=env, timeout=VERSION_S).out
+        )
+        if of_gpus:
+            _recorded(run, "the server does not see this machine's GPU", of_gpus)
+        checks += of_gpus
     took("verify")
-    record = _record(ctx, plan, run, checks, installed.system, times, started)
-    _place(work / "stage", Path(plan.artifact), record)
-    return record
-
-
-def write_source(ctx: Context, lock: Lock, target: Path) -> None:
-    """Fetch the locked source if it is not in the cache, and write its tree."""
-    ensure_tree(ctx, lock)
-    materialise(ctx, lock, target)
-
-
-def _record(
-    ctx: Context,
-    plan: BuildPlan,
-    run: Run,
-    checks: tuple[Check, ...],
-    system: tuple[str, ...],
-    times: list[StepTime],
-    started: float,
-) -> BuildRecord:
-    listed = files.list_files(Path(plan.work) / "stage")
-    return BuildRecord(
+    listed = list_files(stage)
+    record = BuildRecord(
         digest=plan.digest,
-        content=files.content_digest(listed),
+        content=content_digest(listed),
         inputs=plan.inputs,
         tools={
             "cmake": plan.bare("configure")[0],
             "ninja": plan.bare("compile")[0],
-            "strip": plan.step("install").argv[0],
+            "strip": step.argv[0],
             **{name: c.path for name, c in plan.expected.compilers.items()},
         },
         files=listed,
-        system_libraries=system,
+        system_libraries=installed.system,
         checks=checks,
         steps=tuple(times),
         seconds=round(ctx.clock.monotonic() - started, 3),
@@ -456,6 +424,14 @@ def _record(
         run=run.id,
         not_reproducible=plan.not_reproducible,
     )
+    _place(stage, Path(plan.artifact), record)
+    return record
+
+
+def write_source(ctx: Context, lock: Lock, target: Path) -> None:
+    """Fetch the locked source if it is not in the cache, and write its tree."""
+    ensure_tree(ctx, lock)
+    materialise(ctx, lock, target)
 
 
 def _place(stage: Path, artifact: Path, record: BuildRecord) -> None:
@@ -478,7 +454,7 @@ def _given(
     if reused:
         run.checks(record.checks)
     else:
-        files.verify(Path(plan.artifact))
+        verify(Path(plan.artifact))
     artifact = Artifact(
         folder=plan.artifact,
         server=plan.server,

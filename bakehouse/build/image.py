@@ -9,27 +9,27 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 from bakehouse.build import builder, cmake_file_api
-from bakehouse.build.builder import digest_lock, write_source
+from bakehouse.build.artifact import check_files
+from bakehouse.build.builder import DRIVER, digest_lock, write_source
 from bakehouse.build.error_parser import (
     FirstError,
     NinjaWatch,
     first_build_error,
     first_cmake_error,
 )
-from bakehouse.build.install import check_files
 from bakehouse.context import Context
 from bakehouse.cuda.configure import ARCHITECTURES, for_builder, wants_cuda
-from bakehouse.cuda.elf import read_cuda_file
 from bakehouse.cuda.toolkit import NotAToolkit, Requested, Told, inspect, split_list
-from bakehouse.cuda.verify import accept_artifact, accept_devices, covers, find_cuda_file
+from bakehouse.cuda.verify import accept_artifact
 from bakehouse.engines.base import Configured, CudaExpected, Expected
 from bakehouse.engines.llamacpp.cmake import asked, git_stand_in
 from bakehouse.engines.vllm.image_probe import (
@@ -41,7 +41,6 @@ from bakehouse.engines.vllm.image_probe import (
     summary,
 )
 from bakehouse.errors import BakehouseError, BuildFailed, HostError
-from bakehouse.host import read_gpus
 from bakehouse.lock import Lock
 from bakehouse.models import Check, Frozen, check, digest, to_json
 from bakehouse.plan.image import CUDA_ROOT, SCRIPTS, base_name, expected_of, script
@@ -54,7 +53,7 @@ from bakehouse.sources.images import ensure_image
 from bakehouse.sources.weights import architectures
 from bakehouse.system.docker.client import DockerClient
 from bakehouse.system.docker.errors import explain
-from bakehouse.system.docker.models import OURS, Answered, ContainerSpec, ImageFacts, Mount
+from bakehouse.system.docker.models import OURS, ContainerSpec, ImageFacts, Mount
 from bakehouse.system.process import Captured, Finished, environment
 from bakehouse.util.files import write_atomic
 
@@ -63,8 +62,6 @@ PASSED_ON = (
 )  # fmt: skip
 OLD_CLIENT = 23
 """From this version on, Docker's command line builds with BuildKit only through buildx."""
-DRIVER = "libcuda.so.1"
-"""The driver's library: the engine adds the machine's own to a container with a GPU."""
 STUB_FOLDER = "/run/bakehouse-driver-stub"
 ENGINE_FILES = (
     ".dockerenv", "dev/", "proc/", "sys/", "etc/hostname", "etc/hosts", "etc/resolv.conf",
@@ -323,6 +320,14 @@ def check_labels(plan: ImagePlan, found: ImageFacts) -> Check:
 # differ even for equal files, since they cover times.
 
 
+_KINDS = {
+    **dict.fromkeys(tarfile.REGULAR_TYPES, "file"),
+    tarfile.DIRTYPE: "folder",
+    tarfile.SYMTYPE: "link",
+    tarfile.LNKTYPE: "hard link",
+}
+
+
 class _Chunks:
     """Chunks as a file that `tarfile` reads as a stream."""
 
@@ -333,21 +338,15 @@ class _Chunks:
         return next((chunk for chunk in self._chunks if chunk), b"")
 
 
-def read_tar(chunks: Iterable[bytes]) -> Iterator[tuple[tarfile.TarInfo, BinaryIO | None]]:
-    """Iterate over a tar stream: each entry, and its content if it is a file."""
-    with tarfile.open(fileobj=cast(Any, _Chunks(chunks)), mode="r|") as tar:
-        for entry in tar:
-            yield entry, cast("BinaryIO | None", tar.extractfile(entry) if entry.isfile() else None)
-
-
 @contextmanager
 def exported(
     docker: DockerClient, image: str
-) -> Iterator[Iterator[tuple[tarfile.TarInfo, BinaryIO | None]]]:
-    """Iterate over an image's files as `read_tar` does; its container never starts."""
+) -> Iterator[Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]]:
+    """Iterate over an image's entries, with the content of files; its container never starts."""
     container = docker.create(ContainerSpec(image=image, argv=("none",), network="none"))
     try:
-        yield read_tar(docker.export(container))
+        with tarfile.open(fileobj=cast(Any, _Chunks(docker.export(container))), mode="r|") as tar:
+            yield ((e, tar.extractfile(e) if e.isfile() else None) for e in tar)
     finally:
         docker.remove(container)
 
@@ -366,28 +365,24 @@ def image_files(
                 continue
             folder, _, name = f"/{entry.name}".rpartition("/")
             copy = target / name if target and entry.isfile() and folder == below else None
-            found.append(_image_file(entry, content, copy))
+            hashed = hashlib.sha256()
+            with copy.open("wb") if copy else nullcontext() as kept:
+                while content and (piece := content.read(2**20)):
+                    hashed.update(piece)
+                    if kept:
+                        kept.write(piece)
+            found.append(
+                ImageFile(
+                    path=entry.name.strip("/"),
+                    kind=_KINDS.get(entry.type, "other"),
+                    mode=f"{entry.mode:04o}",
+                    owner=f"{entry.uid}:{entry.gid}",
+                    size=entry.size if entry.isfile() else 0,
+                    sha256=hashed.hexdigest() if entry.isfile() else "",
+                    link=entry.linkname,
+                )
+            )
     return tuple(sorted(found, key=lambda file: file.path))
-
-
-def _image_file(entry: tarfile.TarInfo, content: BinaryIO | None, copy: Path | None) -> ImageFile:
-    kinds = (("folder", entry.isdir()), ("file", entry.isfile()), ("link", entry.issym()),
-             ("hard link", entry.islnk()))  # fmt: skip
-    hashed = hashlib.sha256()
-    with copy.open("wb") if copy else nullcontext() as kept:
-        while content and (piece := content.read(2**20)):
-            hashed.update(piece)
-            if kept:
-                kept.write(piece)
-    return ImageFile(
-        path=entry.name.strip("/"),
-        kind=next((kind for kind, is_one in kinds if is_one), "other"),
-        mode=f"{entry.mode:04o}",
-        owner=f"{entry.uid}:{entry.gid}",
-        size=entry.size if entry.isfile() else 0,
-        sha256=hashed.hexdigest() if entry.isfile() else "",
-        link=entry.linkname,
-    )
 
 
 def tree_digest(files: Iterable[ImageFile]) -> str:
@@ -407,10 +402,17 @@ def build_image(ctx: Context, lock: Lock, plan: ImagePlan, build: Build, run: Ru
     with digest_lock(ctx, ctx.places.images, plan.digest):
         if kept := built_already(ctx, plan):
             return kept
-        builder.clear(job.folder)
+        shutil.rmtree(job.folder, ignore_errors=True)
         try:
-            with run.step("source"):
-                _write_context(job, lock)
+            with run.step("source"):  # exactly the files that the Dockerfile uses
+                (job.folder / "tools").mkdir(parents=True)
+                write_source(ctx, lock, job.folder / "src")
+                (job.folder / "Dockerfile").write_text(str(plan.dockerfile))
+                (job.folder / "query.json").write_text(cmake_file_api.questions())
+                tools = {"git": git_stand_in(lock).encode(), **{s: script(s) for s in SCRIPTS}}
+                for name, data in tools.items():
+                    (job.folder / "tools" / name).write_bytes(data)
+                    (job.folder / "tools" / name).chmod(0o755)
             configured = _configure(job)
             expected, toolkit = _with_toolkit(
                 expected_of(build, lock, plan.arch), build, job.folder / "evidence",
@@ -423,22 +425,7 @@ def build_image(ctx: Context, lock: Lock, plan: ImagePlan, build: Build, run: Ru
         finally:
             # Not sooner: the classic builder rebuilds every stage whose image is gone.
             ctx.docker.remove_image(f"{plan.image}-evidence")
-            builder.clear(job.folder)
-
-
-def _write_context(job: DockerBuild, lock: Lock) -> None:
-    """Write exactly the files that the Dockerfile uses."""
-    tools = job.folder / "tools"
-    tools.mkdir(parents=True)
-    write_source(job.ctx, lock, job.folder / "src")
-    (job.folder / "Dockerfile").write_text(str(job.plan.dockerfile))
-    (job.folder / "query.json").write_text(cmake_file_api.questions())
-    for name, data in {
-        "git": git_stand_in(lock).encode(),
-        **{s: script(s) for s in SCRIPTS},
-    }.items():
-        (tools / name).write_bytes(data)
-        (tools / name).chmod(0o755)
+            shutil.rmtree(job.folder, ignore_errors=True)
 
 
 def _configure(job: DockerBuild) -> Configured:
@@ -511,7 +498,11 @@ def _verify(
     builder.all_passed("the built image is not as planned", checks)
     ran = _run_server(job, lock, found, toolkit.stub if toolkit else None)
     if expected.cuda and job.ctx.docker.facts().nvidia:
-        ran += _check_devices(job, found.id, inside)
+        question = _question(found.id, plan.server, "--list-devices")
+        ask = question.model_copy(update={"gpus": "all"})
+        ran += builder.check_devices(
+            job.ctx, job.run, inside, lambda: job.ctx.docker.ask(ask, timeout=builder.VERSION_S).out
+        )
     job.run.checks(ran)
     builder.all_passed("the built image failed verification", (*checks, *ran))
     return job.keep(found, (*configured, *checks, *ran), files)
@@ -552,10 +543,28 @@ def _check_files(
 def _run_server(
     job: DockerBuild, lock: Lock, found: ImageFacts, stub: Path | None
 ) -> tuple[Check, ...]:
-    """Run the image's server and check its stamp."""
-    step = job.plan.step("verify")
+    """Run the image's server and check its stamp.
+
+    A CUDA server does not start without a driver: it gets a GPU if the engine has one, else the
+    toolkit's stub of the driver, which is enough for a version.
+    """
+    step, docker = job.plan.step("verify"), job.ctx.docker
+    spec = _question(found.id, *step.argv)
     with job.run.step(step.id, step.argv) as taken:
-        answer = _ask_version(job, _question(found.id, *step.argv), stub)
+        answer = docker.ask(spec, timeout=builder.VERSION_S)
+        if answer.code and DRIVER in answer.err:
+            if docker.facts().nvidia:
+                with_gpu = spec.model_copy(update={"gpus": "all"})
+                answer = docker.ask(with_gpu, timeout=builder.VERSION_S)
+            elif stub:
+                mount = Mount(source=str(stub.absolute()), target=f"{STUB_FOLDER}/{DRIVER}")
+                env = {**spec.env, "LD_LIBRARY_PATH": STUB_FOLDER}
+                with_stub = spec.model_copy(update={"mounts": (mount,), "env": env})
+                with suppress(BakehouseError):  # an engine elsewhere does not see our files
+                    instead = docker.ask(with_stub, timeout=builder.VERSION_S)
+                    if not instead.code:
+                        job.run.fact("driver", "no GPU here: --version ran with the driver's stub")
+                        answer = instead
         taken.log.write_text(answer.out + answer.err)
         taken.code = answer.code
     if answer.code and DRIVER in answer.err:
@@ -572,43 +581,3 @@ def _question(image: str, *argv: str) -> ContainerSpec:
         image=image, entrypoint=argv[:1], argv=argv[1:], network="none", drop_capabilities=True,
         labels={OURS: "question"},
     )  # fmt: skip
-
-
-def _ask_version(job: DockerBuild, spec: ContainerSpec, stub: Path | None) -> Answered:
-    """Run the server of an image for its version.
-
-    A CUDA server does not start without a driver: it gets a GPU if the engine has one, else the
-    toolkit's stub of the driver, which is enough for a version.
-    """
-    docker = job.ctx.docker
-    answer = docker.ask(spec, timeout=builder.VERSION_S)
-    if not answer.code or DRIVER not in answer.err:
-        return answer
-    if docker.facts().nvidia:
-        return docker.ask(spec.model_copy(update={"gpus": "all"}), timeout=builder.VERSION_S)
-    if stub is None:
-        return answer
-    mount = Mount(source=str(stub.absolute()), target=f"{STUB_FOLDER}/{DRIVER}")
-    with_stub = {"mounts": (mount,), "env": {**spec.env, "LD_LIBRARY_PATH": STUB_FOLDER}}
-    try:
-        instead = docker.ask(spec.model_copy(update=with_stub), timeout=builder.VERSION_S)
-    except BakehouseError:  # an engine on another machine does not see our files
-        return answer
-    if not instead.code:
-        job.run.fact("driver", "no GPU here: --version ran with the driver's stub")
-    return instead
-
-
-def _check_devices(job: DockerBuild, image: str, copies: Path) -> tuple[Check, ...]:
-    """Let the image's server list its devices, if it has code for a GPU of this machine."""
-    gpus = read_gpus(job.ctx.processes)
-    file = find_cuda_file(copies)
-    embedded = read_cuda_file(file).embedded if file else frozenset()
-    if not any(covers(embedded, gpu.compute_capability) for gpu in gpus):
-        job.run.fact("devices", "built for another GPU than this machine's")
-        return ()
-    spec = _question(image, job.plan.server, "--list-devices").model_copy(update={"gpus": "all"})
-    answer = job.ctx.docker.ask(spec, timeout=builder.VERSION_S)
-    driver = [gpu.to_data() for gpu in gpus]
-    job.run.fact("devices", {"listed": clean(answer.out), "driver": driver})
-    return accept_devices(answer.out, gpus, embedded)

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,7 +80,7 @@ def lay_over(ctx: Context, lock: Lock, plan: ImagePlan, run: Run, *, recipes: Pa
                 overlay = make_overlay(ctx, lock, plan.pin.ref)
         run.fact("overlay", {"files": overlay.hashes, "removed": list(overlay.removed),
                              "left out": list(overlay.left_out)})  # fmt: skip
-        builder.clear(job.folder)
+        shutil.rmtree(job.folder, ignore_errors=True)
         try:
             _write_files(job.folder / "overlay" / "files", overlay.files)
             (job.folder / "overlay" / "removed.json").write_text(json.dumps(overlay.removed))
@@ -89,7 +90,7 @@ def lay_over(ctx: Context, lock: Lock, plan: ImagePlan, run: Run, *, recipes: Pa
                 copy_mod(recipes, mod, job.folder / "mods" / str(number))
             job.docker("build")
         finally:
-            builder.clear(job.folder)
+            shutil.rmtree(job.folder, ignore_errors=True)
         return _verify_overlay(job, overlay)
 
 
