@@ -25,7 +25,7 @@ from bakehouse.errors import HostError
 from bakehouse.models import Frozen, to_json
 from bakehouse.redact import clean
 from bakehouse.system.process import environment
-from bakehouse.util import files as atomic
+from bakehouse.util import files
 
 ANSWER_S = 20.0
 """Time limit in seconds for a tool to print its version."""
@@ -75,68 +75,69 @@ class Tools(Frozen):
 
 def find_tools(ctx: Context) -> Tools:
     """Find and identify all tools. Raises HostError (9) for one that is missing or broken."""
-    memory = _Memory(ctx.places.cache / MEMORY_FILE)
-    found = {name: ask() for name, ask in _finders(ctx, memory).items()}
-    memory.save()
+    found = inspect_tools(ctx, save=True)
+    for tool in found.values():
+        if isinstance(tool, HostError):
+            raise tool
+    tools = {name: tool for name, tool in found.items() if isinstance(tool, Tool)}
     launcher = shutil.which(LAUNCHER, path=_search(ctx))
-    return Tools(cxx=found.pop("c++"), launcher=launcher, **found)
+    return Tools(cxx=tools.pop("c++"), launcher=launcher, **tools)
 
 
-def look_over(ctx: Context) -> dict[str, Tool | HostError]:
-    """Identify each tool, or give the reason why it cannot be used."""
+def inspect_tools(ctx: Context, *, save: bool = False) -> dict[str, Tool | HostError]:
+    """Identify each tool, or give the reason why it cannot be used; `save` caches new results."""
+    cache = _Cache(ctx.places.cache / MEMORY_FILE)
+    finders: dict[str, Callable[[], Tool]] = {
+        "cmake": lambda: _cmake(ctx, cache),
+        "ninja": lambda: _identify(ctx, cache, _beside_python(ctx, "ninja")),
+        "cc": lambda: _compiler(ctx, cache, _compiler_path(ctx, "CC", C), "c"),
+        "c++": lambda: _compiler(ctx, cache, _compiler_path(ctx, "CXX", CXX), "c++"),
+        "strip": lambda: _strip(ctx, cache),
+    }
     found: dict[str, Tool | HostError] = {}
-    for name, ask in _finders(ctx, _Memory(ctx.places.cache / MEMORY_FILE)).items():
+    for name, find in finders.items():
         try:
-            found[name] = ask()
+            found[name] = find()
         except HostError as error:
             found[name] = error
+    if save:
+        cache.save()
     return found
 
 
-def _finders(ctx: Context, memory: _Memory) -> dict[str, Callable[[], Tool]]:
-    return {
-        "cmake": lambda: _ask_cmake(ctx, memory, _beside_python(ctx, "cmake")),
-        "ninja": lambda: _ask_plain(ctx, memory, _beside_python(ctx, "ninja")),
-        "cc": lambda: _ask_compiler(ctx, memory, _compiler_path(ctx, "CC", C), "c"),
-        "c++": lambda: _ask_compiler(ctx, memory, _compiler_path(ctx, "CXX", CXX), "c++"),
-        "strip": lambda: _ask_strip(ctx, memory),
-    }
-
-
-class _Memory:
-    """Cached results by path, each with the stamps of all files that it depends on."""
+class _Cache:
+    """Identified tools by path, each with the stamps of all files that it depends on."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.fresh = False
+        self.changed = False
         try:
-            self.known: dict[str, dict[str, object]] = dict(json.loads(file.read_text()))
+            self.entries: dict[str, dict[str, object]] = dict(json.loads(file.read_text()))
         except (OSError, ValueError, TypeError):
-            self.known = {}
+            self.entries = {}
 
-    def recall(self, key: str) -> Tool | None:
+    def get(self, key: str) -> Tool | None:
         """Give the cached tool, unless a file that it depends on has changed."""
         with suppress(KeyError, TypeError, ValueError, IndexError, OSError):
-            entry = self.known[key]
+            entry = self.entries[key]
             stamps = entry["files"]
             if isinstance(stamps, list) and stamps and all(stamp(s[0]) == tuple(s) for s in stamps):
                 return Tool.model_validate(entry["tool"])
         return None
 
-    def keep(self, key: str, tool: Tool, files: Iterable[str]) -> Tool:
+    def put(self, key: str, tool: Tool, files: Iterable[str]) -> Tool:
         """Cache a tool with the files that it depends on."""
         stamps = [list(stamp(f)) for f in dict.fromkeys(files) if os.path.exists(f)]
-        self.known[key] = {"tool": tool.to_data(), "files": stamps}
-        self.fresh = True
+        self.entries[key] = {"tool": tool.to_data(), "files": stamps}
+        self.changed = True
         return tool
 
     def save(self) -> None:
         """Write new results; a folder that is not writable only costs time at the next plan."""
-        if not self.fresh:
-            return
-        with suppress(OSError):
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            atomic.write(self.file, to_json(self.known).encode(), sync=False)
+        if self.changed:
+            with suppress(OSError):
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                files.write(self.file, to_json(self.entries).encode(), sync=False)
 
 
 def stamp(path: str) -> Stamp:
@@ -148,24 +149,24 @@ def stamp(path: str) -> Stamp:
 def _ask(ctx: Context, argv: tuple[str, ...], stdin: bytes | None = None) -> str:
     """Run a tool and give its standard output. Raises HostError if it fails."""
     env = environment({"PATH": _search(ctx)}, ctx.environment)
-    said = ctx.processes.capture(argv, env=env, timeout=ANSWER_S, stdin=stdin)
-    if not said.ok:
-        lines = (said.err.strip() or said.out.strip() or f"exit code {said.code}").splitlines()
+    answer = ctx.processes.capture(argv, env=env, timeout=ANSWER_S, stdin=stdin)
+    if not answer.ok:
+        text = answer.err.strip() or answer.out.strip() or f"exit code {answer.code}"
+        lines = text.splitlines()
         raise HostError(
             f"{Path(argv[0]).name} does not work: {clean(lines[0])}",
             where=shlex.join(argv),
             hint="repair or reinstall it, or name another in the environment (CC, CXX, PATH)",
         )
-    return said.out
+    return answer.out
 
 
 def _number(text: str, argv0: str) -> str:
     """Find the first version number in a tool's output. Raises HostError if there is none."""
     if found := re.search(r"\d+(?:\.\d+)+", text):
         return found[0]
-    said = clean(text.strip().partition("\n")[0])[:120]
     raise HostError(
-        f"{Path(argv0).name} prints no version, but '{said}'",
+        f"{Path(argv0).name} prints no version, but '{_first_line(text)[:120]}'",
         where=argv0,
         hint="this is another program of that name; put the right one first on PATH",
     )
@@ -175,35 +176,33 @@ def _first_line(text: str) -> str:
     return clean(text.strip().partition("\n")[0].strip())
 
 
-def _ask_plain(ctx: Context, memory: _Memory, path: str) -> Tool:
-    """Identify a tool by its version number alone."""
-    if known := memory.recall(path):
+def _identify(ctx: Context, cache: _Cache, path: str, *, by_line: bool = False) -> Tool:
+    """Identify a tool by its version number alone, or by the first line that it prints."""
+    if known := cache.get(path):
         return known
-    version = _number(_ask(ctx, (path, "--version")), path)
-    identity = f"{Path(path).name} {version}"
-    return memory.keep(path, Tool(path=path, version=version, identity=identity), (path,))
+    text = _ask(ctx, (path, "--version"))
+    line = _first_line(text)
+    version = _number(line if by_line else text, path)
+    identity = line if by_line else f"{Path(path).name} {version}"
+    return cache.put(path, Tool(path=path, version=version, identity=identity), (path,))
 
 
-def _ask_cmake(ctx: Context, memory: _Memory, path: str) -> Tool:
-    tool = _ask_plain(ctx, memory, path)
+def _cmake(ctx: Context, cache: _Cache) -> Tool:
+    tool = _identify(ctx, cache, _beside_python(ctx, "cmake"))
     if tuple(int(part) for part in tool.version.split(".")[:2]) < OLDEST_CMAKE:
         raise HostError(
             f"CMake {tool.version} is too old; 3.20 or newer is needed",
-            where=path,
+            where=tool.path,
             hint=f"run: {_pip()}",
         )
     return tool
 
 
-def _ask_strip(ctx: Context, memory: _Memory) -> Tool:
+def _strip(ctx: Context, cache: _Cache) -> Tool:
     path = shutil.which("strip", path=_search(ctx))
     if path is None:
         raise _missing("strip", _system_packages("binutils"))
-    if known := memory.recall(path):
-        return known
-    line = _first_line(_ask(ctx, (path, "--version")))
-    tool = Tool(path=path, version=_number(line, path), identity=line)
-    return memory.keep(path, tool, (path,))
+    return _identify(ctx, cache, path, by_line=True)
 
 
 _MACROS = """\
@@ -221,10 +220,10 @@ bakehouse libcxx _LIBCPP_VERSION
 """
 
 
-def _ask_compiler(ctx: Context, memory: _Memory, path: str, language: str) -> Tool:
+def _compiler(ctx: Context, cache: _Cache, path: str, language: str) -> Tool:
     """Identify a compiler, with the assembler, linker and libraries that it uses."""
     key = f"{language} {path}"
-    if known := memory.recall(key):
+    if known := cache.get(key):
         return known
     line = _first_line(_ask(ctx, (path, "--version")))
     _number(line, path)
@@ -238,7 +237,10 @@ def _ask_compiler(ctx: Context, memory: _Memory, path: str, language: str) -> To
             hint="this is not a C or C++ compiler; set CC and CXX to one",
         )
     text = _ask(ctx, (path, "-E", "-x", language, "-"), stdin=_MACROS.encode())
-    macros = _macros(text)
+    # Each name to those of its values that are numbers.
+    printed = " ".join(line for line in text.splitlines() if not line.startswith("#"))
+    parts = (words.split() for words in printed.split("bakehouse ")[1:])
+    macros = {words[0]: [w for w in words[1:] if w.isdigit()] for words in parts if words}
     compiler = macros.get("clang") or macros.get("gnu") or []
     if len(compiler) < 3:
         raise HostError(
@@ -246,30 +248,22 @@ def _ask_compiler(ctx: Context, memory: _Memory, path: str, language: str) -> To
             where=shlex.join((path, "-E", "-x", language, "-")),
             hint="set CC and CXX to GCC or Clang",
         )
-    parts = [line, f"target {target}"]
-    files = [path, os.path.realpath(path)]
+    identity = [line, f"target {target}"]
+    depends = [path, os.path.realpath(path)]
     for name in ("as", "ld"):
         tool = _ask(ctx, (path, f"-print-prog-name={name}")).strip()
         tool = tool if os.path.isabs(tool) else shutil.which(tool, path=_search(ctx)) or ""
         if tool:
-            parts.append(f"{name} {_first_line(_ask(ctx, (tool, '--version')))}")
-            files += [tool, os.path.realpath(tool)]
-    parts += [
+            identity.append(f"{name} {_first_line(_ask(ctx, (tool, '--version')))}")
+            depends += [tool, os.path.realpath(tool)]
+    identity += [
         f"{name} {'.'.join(macros[name])}"
         for name in ("glibc", "libstdcxx", "libcxx")
         if macros.get(name)
     ]
-    headers = re.findall(r'^# 1 "(/[^"]+)"', text, re.MULTILINE)
-    identity = "; ".join(parts)
-    tool_found = Tool(path=path, version=".".join(compiler), identity=identity)
-    return memory.keep(key, tool_found, [*files, *headers])
-
-
-def _macros(text: str) -> dict[str, list[str]]:
-    """Parse the preprocessed `_MACROS`: name to the values that are numbers."""
-    words = " ".join(ln for ln in text.splitlines() if not ln.startswith("#")).split("bakehouse ")
-    split = (part.split() for part in words[1:])
-    return {part[0]: [w for w in part[1:] if w.isdigit()] for part in split if part}
+    depends += re.findall(r'^# 1 "(/[^"]+)"', text, re.MULTILINE)
+    found = Tool(path=path, version=".".join(compiler), identity="; ".join(identity))
+    return cache.put(key, found, depends)
 
 
 def _search(ctx: Context) -> str:
@@ -297,7 +291,7 @@ def _compiler_path(ctx: Context, variable: str, names: tuple[str, ...]) -> str:
     given = ctx.environment.get(variable, "").strip()
     if not given:
         for name in names:
-            if found := _compiler(ctx, name):
+            if found := _which_compiler(ctx, name):
                 return found
         kind = "C" if variable == "CC" else "C++"
         raise _missing(f"a {kind} compiler", _system_packages("compilers"))
@@ -313,7 +307,7 @@ def _compiler_path(ctx: Context, variable: str, names: tuple[str, ...]) -> str:
             where=f"environment variable {variable}",
             hint="put flags into the recipe, as build.cmake.CMAKE_C_FLAGS and CMAKE_CXX_FLAGS",
         )
-    found = _compiler(ctx, words[0])
+    found = _which_compiler(ctx, words[0])
     if found is None:
         raise HostError(
             f"{variable} names '{clean(words[0])}', which does not exist",
@@ -323,7 +317,7 @@ def _compiler_path(ctx: Context, variable: str, names: tuple[str, ...]) -> str:
     return found
 
 
-def _compiler(ctx: Context, name: str) -> str | None:
+def _which_compiler(ctx: Context, name: str) -> str | None:
     """Find a compiler by name or path, looking through a compiler cache that stands in for it.
 
     Debian's /usr/lib/ccache holds links named gcc that are ccache; ccache in front of such a link

@@ -28,7 +28,7 @@ from bakehouse.build.error_parser import (
 )
 from bakehouse.context import Context
 from bakehouse.cuda.configure import ARCHITECTURES, for_builder, wants_cuda
-from bakehouse.cuda.toolkit import NotAToolkit, Requested, Told, inspect, split_list
+from bakehouse.cuda.toolkit import ImageView, NotAToolkit, Requested, inspect, split_list
 from bakehouse.cuda.verify import accept_artifact
 from bakehouse.engines.base import Configured, CudaExpected, Expected
 from bakehouse.engines.llamacpp.cmake import asked, git_stand_in
@@ -451,12 +451,12 @@ def _configure(job: DockerBuild) -> Configured:
 
 def _with_toolkit(
     expected: Expected, build: Build, evidence: Path, log: str
-) -> tuple[Expected, Told | None]:
+) -> tuple[Expected, ImageView | None]:
     """Add the builder's CUDA toolkit to what is expected. Raises BuildFailed if none works."""
     if build.cuda is None or not wants_cuda(build):
         return expected, None
     try:
-        described = Told(evidence / "toolkit")
+        described = ImageView(evidence / "toolkit")
         toolkit = inspect(described, Path(CUDA_ROOT, "bin", "nvcc"))
         if toolkit.faults:
             raise NotAToolkit("; ".join(toolkit.faults))
@@ -479,7 +479,7 @@ def _verify(
     lock: Lock,
     configured: tuple[Check, ...],
     expected: Expected,
-    toolkit: Told | None,
+    toolkit: ImageView | None,
 ) -> BuiltImage:
     """Check the image, its files and their libraries, and run its server."""
     plan, found = job.plan, job.result()
@@ -512,7 +512,7 @@ def _check_files(
     copies: Path,
     files: Iterable[ImageFile],
     expected: Expected,
-    toolkit: Told | None,
+    toolkit: ImageView | None,
     where: str,
     server_folder: str,
 ) -> tuple[Check, ...]:

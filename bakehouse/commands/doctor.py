@@ -17,7 +17,7 @@ from bakehouse.errors import HostError
 from bakehouse.host import Gpu, HostFacts, read_gpus, read_host
 from bakehouse.models import Check, check
 from bakehouse.system.process import environment
-from bakehouse.toolchain import Tool, look_over
+from bakehouse.toolchain import Tool, inspect_tools
 from bakehouse.util.text import quantity as amount
 
 OLDEST, NEWEST = (3, 11), (3, 14)
@@ -162,7 +162,7 @@ def _tools(ctx: Context) -> list[Line]:
         else _line(
             name, _TOOLS[name], found.what, found.where or "PATH", found.hint or "", ok=False
         )
-        for name, found in look_over(ctx).items()
+        for name, found in inspect_tools(ctx).items()
     ]
 
 

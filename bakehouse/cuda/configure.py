@@ -1,4 +1,4 @@
-"""CMake definitions that force one CUDA toolkit.
+"""Select a CUDA toolkit, and force it: `cmake_overrides` gives the definitions of the pair.
 
 CMake searches for the toolkit and for the compiler separately, and which of them decides differs:
 with CMake 3.25 the toolkit's root alone decides headers and libraries, with 3.31 and later the
@@ -8,7 +8,7 @@ compiler does. So both are always given, both from the same toolkit.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,27 +63,6 @@ def wants_cuda(build: Build | None) -> bool:
     return value.upper() in {"1", "ON", "YES", "TRUE", "Y"}
 
 
-def conflicts(
-    build: Build | None, resolve: Callable[[str], str] = os.path.realpath
-) -> tuple[Conflict, ...]:
-    """Find every contradiction about CUDA in a recipe's `build`; `resolve` follows links."""
-    if build is None:
-        return ()
-    found = [Conflict(("build", "cmake", n), *_REFUSED[n]) for n in _REFUSED if n in build.cmake]
-    found += _of_builder_image(build) if build.where == "docker" else _pair(build, resolve)
-    if not wants_cuda(build):
-        if build.cuda is not None:
-            message = "a CUDA toolkit is named, but the CUDA backend is not enabled"
-            hint = "set build.cmake.GGML_CUDA: true, or leave build.cuda out"
-            found.append(Conflict(("build", "cuda"), message, hint))
-        return tuple(found)
-    if build.cuda is None:
-        message = "the CUDA backend is enabled, but no toolkit is named"
-        hint = 'add build.cuda, such as cuda: {version: "13.0"}'
-        found.append(Conflict(("build", "cmake", "GGML_CUDA"), message, hint))
-    return (*found, *_architectures(build))
-
-
 _REFUSED = {
     "CUDA_TOOLKIT_ROOT_DIR": (
         "CUDA_TOOLKIT_ROOT_DIR belongs to a CMake module that is no longer used",
@@ -96,7 +75,41 @@ _REFUSED = {
 }
 
 
-def _of_builder_image(build: Build) -> list[Conflict]:
+def conflicts(
+    build: Build | None, resolve: Callable[[str], str] = os.path.realpath
+) -> Iterator[Conflict]:
+    """Find every contradiction about CUDA in a recipe's `build`; `resolve` follows links."""
+    if build is None:
+        return
+    for name, (message, hint) in _REFUSED.items():
+        if name in build.cmake:
+            yield Conflict(("build", "cmake", name), message, hint)
+    yield from _builder_conflicts(build) if build.where == "docker" else _pair(build, resolve)
+    if not wants_cuda(build):
+        if build.cuda is not None:
+            message = "a CUDA toolkit is named, but the CUDA backend is not enabled"
+            hint = "set build.cmake.GGML_CUDA: true, or leave build.cuda out"
+            yield Conflict(("build", "cuda"), message, hint)
+        return
+    if build.cuda is None:
+        message = "the CUDA backend is enabled, but no toolkit is named"
+        hint = 'add build.cuda, such as cuda: {version: "13.0"}'
+        yield Conflict(("build", "cmake", "GGML_CUDA"), message, hint)
+    text = build.cmake.get(ARCHITECTURES)
+    if text is None:
+        message = f"{ARCHITECTURES} is missing: the build would depend on the machine"
+        hint = "write native for this machine's GPU, or names such as 90-real or 121a-real"
+        yield Conflict(("build", "cmake"), message, hint)
+        return
+    items = split_list(str(text))
+    bad = [i for i in items if i != "native" and parse_architecture(i) is None]
+    if not items or bad or ("native" in items and len(items) > 1):
+        message = f"'{', '.join(bad) or text}' is not a list of architectures that can be checked"
+        hint = "write native alone, or names such as 90-real;121a-real (';' between them)"
+        yield Conflict(("build", "cmake", ARCHITECTURES), message, hint)
+
+
+def _builder_conflicts(build: Build) -> Iterator[Conflict]:
     """A container builds with the toolkit of its builder image; a recipe cannot name another."""
     cuda = build.cuda
     named = {
@@ -104,54 +117,34 @@ def _of_builder_image(build: Build) -> list[Conflict]:
         ("build", "cuda", "path"): cuda is not None and cuda.path is not None,
         **{("build", "cmake", name): name in build.cmake for name in (ROOT, COMPILER)},
     }
-    return [
-        Conflict(
-            keys,
-            f"{keys[-1]} names a toolkit, but this build uses the one in its builder image",
-            "leave it out, and name a builder image with that toolkit in build.bases",
-        )
-        for keys, given in named.items()
-        if given
-    ]
+    hint = "leave it out, and name a builder image with that toolkit in build.bases"
+    for keys in (keys for keys, is_set in named.items() if is_set):
+        message = f"{keys[-1]} names a toolkit, but this build uses the one in its builder image"
+        yield Conflict(keys, message, hint)
 
 
-def _pair(build: Build, resolve: Callable[[str], str]) -> list[Conflict]:
+def _pair(build: Build, resolve: Callable[[str], str]) -> Iterator[Conflict]:
     """Root and compiler, if the recipe names them: both, inside one toolkit, and no other."""
-    given = [name for name in (ROOT, COMPILER) if name in build.cmake]
-    if not given:
-        return []
-    name, cuda = given[0], build.cuda
-    if len(given) == 1:
+    named = [name for name in (ROOT, COMPILER) if name in build.cmake]
+    if not named:
+        return
+    cuda = build.cuda
+    root, compiler = str(build.cmake.get(ROOT)), str(build.cmake.get(COMPILER))
+    inside = os.path.join(root, "bin", os.path.basename(compiler))
+    if len(named) == 1:
+        name = named[0]
         other = COMPILER if name == ROOT else ROOT
         message = f"{name} is set without {other}: CMake would search for the other one by itself"
         hint = "leave both out and name the toolkit in build.cuda, or set both to one toolkit"
-        return [Conflict(("build", "cmake", name), message, hint)]
-    root, compiler = str(build.cmake[ROOT]), str(build.cmake[COMPILER])
-    inside = os.path.join(root, "bin", os.path.basename(compiler))
-    if resolve(inside) != resolve(compiler):
-        message = f"{COMPILER} is {compiler}, but {ROOT} is {root}: two toolkits"
+    elif resolve(inside) != resolve(compiler):
+        name, message = COMPILER, f"{COMPILER} is {compiler}, but {ROOT} is {root}: two toolkits"
         hint = "leave both out and name the toolkit in build.cuda.path"
-        return [Conflict(("build", "cmake", COMPILER), message, hint)]
-    if cuda and (cuda.provide != "host" or (cuda.path and resolve(cuda.path) != resolve(root))):
-        message = f"{ROOT} is {root}, but build.cuda names another toolkit"
+    elif cuda and (cuda.provide != "host" or (cuda.path and resolve(cuda.path) != resolve(root))):
+        name, message = ROOT, f"{ROOT} is {root}, but build.cuda names another toolkit"
         hint = "leave the two CMake definitions out; build.cuda is enough"
-        return [Conflict(("build", "cmake", ROOT), message, hint)]
-    return []
-
-
-def _architectures(build: Build) -> list[Conflict]:
-    text = build.cmake.get(ARCHITECTURES)
-    if text is None:
-        message = f"{ARCHITECTURES} is missing: the build would depend on the machine"
-        hint = "write native for this machine's GPU, or names such as 90-real or 121a-real"
-        return [Conflict(("build", "cmake"), message, hint)]
-    items = split_list(str(text))
-    bad = [i for i in items if i != "native" and parse_architecture(i) is None]
-    if items and not bad and ("native" not in items or len(items) == 1):
-        return []
-    message = f"'{', '.join(bad) or text}' is not a list of architectures that can be checked"
-    hint = "write native alone, or names such as 90-real;121a-real (';' between them)"
-    return [Conflict(("build", "cmake", ARCHITECTURES), message, hint)]
+    else:
+        return
+    yield Conflict(("build", "cmake", name), message, hint)
 
 
 def toolkit_path(build: Build) -> str | None:
@@ -253,9 +246,14 @@ def select_toolkit(
     wanted = build.cuda.version
     architectures = _requested_architectures(ctx, build)
     if build.cuda.provide == "pypi":
-        checked = _pinned(recipe.name, pin, wanted)
-        toolkit = provide(ctx, checked) if make else described(ctx.places, checked)
-        identity = f"provided {toolkit_folder(ctx.places, checked).name}"
+        if pin is None or not satisfies(pin.version, wanted):
+            raise LockError(
+                f"recipe {recipe.name} needs CUDA {wanted} from PyPI, but its lock pins "
+                f"{pin.version if pin else 'no toolkit'}",
+                hint=f"run: invoke lock --update --recipe {recipe.name}",
+            )
+        toolkit = provide(ctx, pin) if make else described(ctx.places, pin)
+        identity = f"provided {toolkit_folder(ctx.places, pin).name}"
         return SelectedToolkit(toolkit, identity, wanted, architectures)
     path = toolkit_path(build)
     path = os.path.expanduser(path) if path else None
@@ -268,16 +266,6 @@ def _requested_architectures(ctx: Context, build: Build) -> tuple[str, ...]:
     if text.strip() != "native":
         return expand_native(text, ())
     return expand_native(text, compute_capabilities(ctx.processes))
-
-
-def _pinned(recipe: str, pin: ToolkitPin | None, wanted: str) -> ToolkitPin:
-    if pin is None or not satisfies(pin.version, wanted):
-        raise LockError(
-            f"recipe {recipe} needs CUDA {wanted} from PyPI, but its lock pins "
-            f"{pin.version if pin else 'no toolkit'}",
-            hint=f"run: invoke lock --update --recipe {recipe}",
-        )
-    return pin
 
 
 def described(places: Places, pin: ToolkitPin) -> Toolkit:
@@ -297,12 +285,12 @@ def described(places: Places, pin: ToolkitPin) -> Toolkit:
     )
 
 
-def with_architectures(recipe: Recipe, settled: SelectedToolkit) -> Recipe:
-    """Give the recipe as it is built here: `native` expanded, the pair left to `force`."""
+def with_architectures(recipe: Recipe, selected: SelectedToolkit) -> Recipe:
+    """Give the recipe as it is built here: `native` expanded, without the forced pair."""
     cmake = dict(recipe.build.cmake) if recipe.build else {}
     for name in (ROOT, COMPILER):
         cmake.pop(name, None)
-    return _with_cmake(recipe, {**cmake, ARCHITECTURES: ";".join(settled.architectures)})
+    return _with_cmake(recipe, {**cmake, ARCHITECTURES: ";".join(selected.architectures)})
 
 
 def for_builder(ctx: Context, recipe: Recipe) -> Recipe:

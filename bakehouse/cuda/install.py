@@ -17,11 +17,12 @@ import stat
 import tempfile
 import zipfile
 from importlib import resources
+from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from bakehouse.context import Context
-from bakehouse.cuda.toolkit import Here, NotAToolkit, Toolkit, inspect, satisfies
+from bakehouse.cuda.toolkit import HostView, NotAToolkit, Toolkit, inspect, satisfies
 from bakehouse.errors import HostError, LockError, RecipeError
 from bakehouse.lock import ToolkitPin, WheelPin
 from bakehouse.models import digest
@@ -68,21 +69,21 @@ def release_for(wanted: str) -> tuple[str, dict[str, str]]:
 def pin_toolkit(ctx: Context, wanted: str) -> ToolkitPin:
     """Pin the wheels of both architectures, so that one lock serves both kinds of machine."""
     release, parts = release_for(wanted)
-    requirements = [f"{package}=={version}" for package, version in parts.items()]
-    wheels = tuple(_pin(ctx, wanted, arch) for wanted in requirements for arch in ARCHES)
-    return ToolkitPin(release=release, version=parts["nvidia-cuda-nvcc"], wheels=wheels)
-
-
-def _pin(ctx: Context, requirement: str, arch: str) -> WheelPin:
-    found = _find(ctx, requirement, arch)
-    if found.size is None:
-        raise LockError(
-            f"the package index does not give the size of {found.filename}",
-            where=requirement,
-            hint="use an index that publishes sizes, such as pypi.org",
+    wheels = []
+    for package, arch in product(parts, ARCHES):
+        requirement = f"{package}=={parts[package]}"
+        found = _find(ctx, requirement, arch)
+        if found.size is None:
+            raise LockError(
+                f"the package index does not give the size of {found.filename}",
+                where=requirement,
+                hint="use an index that publishes sizes, such as pypi.org",
+            )
+        name, size, sha256 = found.filename, found.size, found.sha256
+        wheels.append(
+            WheelPin(requirement=requirement, arch=arch, path=name, size=size, sha256=sha256)
         )
-    path, size, sha256 = found.filename, found.size, found.sha256
-    return WheelPin(requirement=requirement, arch=arch, path=path, size=size, sha256=sha256)
+    return ToolkitPin(release=release, version=parts["nvidia-cuda-nvcc"], wheels=tuple(wheels))
 
 
 def toolkit_folder(places: Places, pin: ToolkitPin, arch: str | None = None) -> Path:
@@ -119,7 +120,7 @@ def provide(ctx: Context, pin: ToolkitPin) -> Toolkit:
                 _place(ctx, pin, target)
     what, hint = f"the installed CUDA toolkit {pin.version}", f"remove {target} and try again"
     try:
-        made = inspect(Here(ctx), target / "bin" / "nvcc")
+        made = inspect(HostView(ctx), target / "bin" / "nvcc")
     except NotAToolkit as error:
         raise HostError(f"{what} does not run: {error}", where=str(target), hint=hint) from error
     faults = [*made.faults]
@@ -137,8 +138,8 @@ def fetch(ctx: Context, pin: ToolkitPin) -> tuple[Path, ...]:
 
     paths = []
     for wheel in wheels_for(pin):
-        here = ctx.places.downloads / wheel.sha256 / wheel.path
-        if not (here.is_file() and sha256_file(here) == wheel.sha256):
+        file = ctx.places.downloads / wheel.sha256 / wheel.path
+        if not (file.is_file() and sha256_file(file) == wheel.sha256):
             found = _find(ctx, wheel.requirement, wheel.arch)
             if found.sha256 != wheel.sha256:
                 raise LockError(
@@ -146,8 +147,8 @@ def fetch(ctx: Context, pin: ToolkitPin) -> tuple[Path, ...]:
                     where=f"locked {wheel.sha256}, found {found.sha256} ({found.filename})",
                     hint="a published wheel never changes: find out why before updating the lock",
                 )
-            here = fetch_file(ctx, RegistryFile(wheel.path, found.url, wheel.size, wheel.sha256))
-        paths.append(here)
+            file = fetch_file(ctx, RegistryFile(wheel.path, found.url, wheel.size, wheel.sha256))
+        paths.append(file)
     return tuple(paths)
 
 

@@ -11,10 +11,9 @@ not a toolkit. A toolkit is what its own nvcc reports; `nvcc --dryrun` prints th
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from bakehouse.context import Context
 from bakehouse.errors import HostError
 from bakehouse.models import Frozen
 from bakehouse.system.process import Captured, environment
+from bakehouse.util.files import sha256_file
 
 ARCHITECTURE = re.compile(r"(\d{2,3})([af]?)(?:-(real|virtual))?")
 
@@ -153,7 +153,7 @@ HEADER_BYTES = 2**20
 NVCC_S = 30.0
 
 
-class Here:
+class HostView:
     """A toolkit of this machine."""
 
     def __init__(self, ctx: Context) -> None:
@@ -192,7 +192,7 @@ class Here:
         return os.stat(path).st_size
 
 
-class Told(Here):
+class ImageView(HostView):
     """A toolkit inside a container, from what `docker/toolkit.sh` wrote about it into `folder`.
 
     `links` gives, for each path that was reported, the one that all its links lead to.
@@ -241,9 +241,8 @@ class Told(Here):
     def same(self, candidate: Path, chosen: str) -> bool:
         """Whether a file here is the toolkit's file there, by its sha256."""
         lines = super().read(self._folder / "hashes").splitlines()
-        told = {path.strip(): value for value, _, path in (line.partition(" ") for line in lines)}
-        with candidate.open("rb") as file:
-            return told.get(chosen) == hashlib.file_digest(file, "sha256").hexdigest()
+        hashes = {path.strip(): value for value, _, path in (ln.partition(" ") for ln in lines)}
+        return hashes.get(chosen) == sha256_file(candidate)
 
     @property
     def stub(self) -> Path | None:
@@ -252,6 +251,7 @@ class Told(Here):
         return path if path.is_file() else None
 
 
+HEADERS = ("cuda.h", "cuda_runtime_api.h")
 LIBRARIES = ("cudart", "cublas", "cublasLt")
 SYSTEM_LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
 """Where a driver puts its own libcuda.so; CMake takes that where a toolkit has no stub."""
@@ -269,10 +269,21 @@ def find_toolkits(
     broken: dict[str, Broken] = {}
     origins: dict[str, list[str]] = {}
     inspected: dict[str, Toolkit] = {}
-    for origin, nvcc in _candidates(ctx, extra, system):
+    env = ctx.environment
+    places = [(path, _compiler_in(Path(path))) for path in extra]
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "CUDAToolkit_ROOT"):
+        if value := env.get(name):
+            places.append((f"{name}={value}", _compiler_in(Path(value))))
+    for folder in filter(None, env.get("PATH", "").split(os.pathsep)):
+        if (nvcc := Path(folder) / "nvcc").exists():
+            places.append((f"PATH ({folder})", nvcc))
+    for candidate in sorted(system.glob("cuda*")):
+        if candidate.name == "cuda" or candidate.name.startswith("cuda-"):
+            places.append((str(candidate), candidate / "bin" / "nvcc"))
+    for origin, nvcc in places:
         key = os.path.realpath(nvcc)
         try:
-            found = inspected.get(key) or inspect(Here(ctx), nvcc)
+            found = inspected.get(key) or inspect(HostView(ctx), nvcc)
         except NotAToolkit as error:
             broken.setdefault(str(nvcc), Broken(path=str(nvcc), origin=origin, why=str(error)))
             continue
@@ -295,51 +306,65 @@ def choose(found: Found, wanted: str, path: str | None = None) -> Toolkit:
     sound = [t for t in fitting if not t.faults]
     if sound:
         return sound[0]
-    seen = [f"{t.version} in {t.root}" for t in found.toolkits if t not in fitting]
-    seen += [f"{t.version} in {t.root}: " + "; ".join(t.faults) for t in fitting]
-    seen += [f"{b.path} ({b.origin}): {b.why}" for b in found.broken]
+    others = [f"{t.version} in {t.root}" for t in found.toolkits if t not in fitting]
+    others += [f"{t.version} in {t.root}: " + "; ".join(t.faults) for t in fitting]
+    others += [f"{b.path} ({b.origin}): {b.why}" for b in found.broken]
+    nowhere = "no nvcc in /usr/local/cuda*, CUDA_HOME, CUDA_PATH, CUDACXX, PATH"
     raise HostError(
         f"no complete CUDA toolkit {wanted} {f'in {path}' if path else 'on this machine'}",
-        where="\n".join(seen) or "no nvcc in /usr/local/cuda*, CUDA_HOME, CUDA_PATH, CUDACXX, PATH",
+        where="\n".join(others) or nowhere,
         hint="install that toolkit, or let Bakehouse provide it: "
         f'cuda: {{version: "{wanted}", provide: pypi}}',
         id="no-toolkit",
     )
 
 
-def inspect(view: Here, nvcc: Path) -> Toolkit:
+def inspect(view: HostView, nvcc: Path) -> Toolkit:
     """Describe the toolkit of an nvcc. Raises NotAToolkit with the reason if it does not work."""
     if not view.exists(nvcc):
         raise NotAToolkit("a dangling link" if nvcc.is_symlink() else "nvcc not found")
-    said = _ask(view, nvcc, "--version")
-    version = re.search(r"\bV(\d+\.\d+\.\d+)", said)
+    text = _ask(view, nvcc, "--version")
+    version = re.search(r"\bV(\d+\.\d+\.\d+)", text)
     if version is None:
         raise NotAToolkit("nvcc --version prints no version")
-    build = re.search(r"^Build (\S+)", said, re.MULTILINE)
-    variables = _dryrun(view, nvcc)
+    build = re.search(r"^Build (\S+)", text, re.MULTILINE)
+    dryrun = view.nvcc(nvcc, "--dryrun", "-c", "nothing.cu")
+    # `#$ NAME=value` are the variables that nvcc would work with; the last of each wins.
+    printed = re.findall(r"^#\$ (\w+)=(.*)$", f"{dryrun.out}\n{dryrun.err}", re.MULTILINE)
+    variables = {name: value.strip() for name, value in printed}
     top = variables.get("TOP") or str(Path(view.real(nvcc)).parents[1])
     root = Path(view.real(top))
     target = variables.get("_TARGET_DIR_", "").removeprefix("targets/").strip("/")
     base = root / "targets" / target if target else root
-    include = _include(view, base, root, variables.get("INCLUDES", ""))
-    library = _library(view, base, root)
+    named = re.findall(r'-I"?([^"\s]+)', variables.get("INCLUDES", ""))
+    folders = (base / "include", root / "include", *map(Path, named))
+    with_headers = (f for f in folders if any(view.exists(f / name) for name in HEADERS))
+    include = Path(view.real(next(with_headers, base / "include")))
+    folders = (base / "lib64", base / "lib", root / "lib64", root / "lib")
+    with_libraries = (f for f in folders if any(n.startswith("libcu") for n in view.names(f)))
+    library = Path(view.real(next(with_libraries, root / "lib64")))
     inner = root / "bin" / "nvcc"
     compiler = view.real(inner if view.exists(inner) else nvcc)
-    libraries = _libraries(view, library, root)
+    stubs = (folder / "stubs" for folder in (library, root / "lib64", root / "lib"))
+    places = {name: [library / f"lib{name}.so"] for name in LIBRARIES}
+    places["cuda"] = [f / "libcuda.so" for f in (*stubs, *map(Path, SYSTEM_LIBRARIES))]
+    present = {name: next(filter(view.exists, paths), None) for name, paths in places.items()}
+    libraries = {name: view.real(path) for name, path in present.items() if path}
     config = view.read(include / "crt" / "host_config.h")
-    headers = (view.read(include / name) for name in ("cuda.h", "cuda_runtime_api.h"))
+    gcc = re.search(r"__GNUC__\s*>\s*(\d+)", config)
+    clang = re.search(r"__clang_major__\s*>=\s*(\d+)", config)
     return Toolkit(
         root=str(root),
         version=version[1],
         build=build[1] if build else "",
         nvcc=compiler,
         include=str(include),
-        headers=header_version(*headers),
+        headers=header_version(*(view.read(include / name) for name in HEADERS)),
         library=str(library),
         target=target,
         architectures=compiled_for(_ask(view, nvcc, "--help")),
-        gcc_max=_bound(config, r"__GNUC__\s*>\s*(\d+)", 0),
-        clang_max=_bound(config, r"__clang_major__\s*>=\s*(\d+)", -1),
+        gcc_max=int(gcc[1]) if gcc else None,
+        clang_max=int(clang[1]) - 1 if clang else None,
         libraries=libraries,
         sizes={
             name: view.size(path)
@@ -368,21 +393,6 @@ def header_version(*texts: str) -> str | None:
     return None
 
 
-def _candidates(ctx: Context, extra: Sequence[str], system: Path) -> Iterable[tuple[str, Path]]:
-    env = ctx.environment
-    for path in extra:
-        yield path, _compiler_in(Path(path))
-    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "CUDAToolkit_ROOT"):
-        if value := env.get(name):
-            yield f"{name}={value}", _compiler_in(Path(value))
-    for folder in env.get("PATH", "").split(os.pathsep):
-        if folder and (nvcc := Path(folder) / "nvcc").exists():
-            yield f"PATH ({folder})", nvcc
-    for candidate in sorted(system.glob("cuda*")):
-        if candidate.name == "cuda" or candidate.name.startswith("cuda-"):
-            yield str(candidate), candidate / "bin" / "nvcc"
-
-
 def _compiler_in(path: Path) -> Path:
     """Find nvcc: a variable or a recipe may name the root, its `bin`, or the compiler itself."""
     if path.name == "nvcc" and not path.is_dir():
@@ -392,44 +402,9 @@ def _compiler_in(path: Path) -> Path:
     return path / "bin" / "nvcc"
 
 
-def _ask(view: Here, nvcc: Path, *arguments: str) -> str:
-    asked = view.nvcc(nvcc, *arguments)
-    if not asked.ok:
-        said = (asked.err or asked.out).strip().splitlines()
-        raise NotAToolkit(f"nvcc {arguments[0]} fails: {said[0] if said else asked.code}")
-    return asked.out
-
-
-def _dryrun(view: Here, nvcc: Path) -> dict[str, str]:
-    """Variables that nvcc would work with, from `#$ NAME=value` lines; the last of each wins."""
-    asked = view.nvcc(nvcc, "--dryrun", "-c", "nothing.cu")
-    pairs = re.findall(r"^#\$ (\w+)=(.*)$", asked.out + "\n" + asked.err, re.MULTILINE)
-    return {name: value.strip() for name, value in pairs}
-
-
-def _include(view: Here, base: Path, root: Path, includes: str) -> Path:
-    named = re.findall(r'-I"?([^"\s]+)', includes)
-    for folder in (base / "include", root / "include", *map(Path, named)):
-        if any(view.exists(folder / name) for name in ("cuda_runtime_api.h", "cuda.h")):
-            return Path(view.real(folder))
-    return Path(view.real(base / "include"))
-
-
-def _library(view: Here, base: Path, root: Path) -> Path:
-    for folder in (base / "lib64", base / "lib", root / "lib64", root / "lib"):
-        if any(name.startswith("libcu") for name in view.names(folder)):
-            return Path(view.real(folder))
-    return Path(view.real(root / "lib64"))
-
-
-def _libraries(view: Here, library: Path, root: Path) -> dict[str, str]:
-    stubs = [folder / "stubs" for folder in (library, root / "lib64", root / "lib")]
-    places = {name: [library / f"lib{name}.so"] for name in LIBRARIES}
-    places["cuda"] = [f / "libcuda.so" for f in (*stubs, *map(Path, SYSTEM_LIBRARIES))]
-    present = {name: next(filter(view.exists, paths), None) for name, paths in places.items()}
-    return {name: view.real(path) for name, path in present.items() if path}
-
-
-def _bound(text: str, pattern: str, offset: int) -> int | None:
-    found = re.search(pattern, text)
-    return int(found[1]) + offset if found else None
+def _ask(view: HostView, nvcc: Path, *arguments: str) -> str:
+    answer = view.nvcc(nvcc, *arguments)
+    if not answer.ok:
+        lines = (answer.err or answer.out).strip().splitlines()
+        raise NotAToolkit(f"nvcc {arguments[0]} fails: {lines[0] if lines else answer.code}")
+    return answer.out

@@ -10,7 +10,7 @@ import pytest
 from bakehouse.context import Context
 from bakehouse.cuda import configure
 from bakehouse.cuda.configure import for_builder
-from bakehouse.cuda.toolkit import NotAToolkit, Told, inspect
+from bakehouse.cuda.toolkit import ImageView, NotAToolkit, inspect
 from bakehouse.errors import HostError
 from bakehouse.host import Gpu
 from bakehouse.recipe.models import Recipe
@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_container_toolkit_is_read_from_its_report(folder: Path) -> None:
-    told = Told(folder)
+    told = ImageView(folder)
     found = inspect(told, NVCC)
     assert (found.root, found.version, found.headers) == (REAL, "13.0.88", "13.0")
     assert found.nvcc == f"{REAL}/bin/nvcc"
@@ -69,7 +69,7 @@ def test_container_toolkit_is_read_from_its_report(folder: Path) -> None:
 
 
 def test_container_toolkit_copy_is_recognised_by_its_bytes(folder: Path, tmp_path: Path) -> None:
-    told = Told(folder)
+    told = ImageView(folder)
     chosen = inspect(told, NVCC).libraries["cudart"]
     copy = tmp_path / "libcudart.so.13"
     copy.write_bytes(b"runtime")
@@ -82,14 +82,14 @@ def test_container_toolkit_whose_compiler_fails_is_refused(folder: Path) -> None
     for lost in ("help", "version"):
         (folder / lost).rename(folder / f"{lost}.failed")
         with pytest.raises(NotAToolkit, match=f"nvcc --{lost} fails"):
-            inspect(Told(folder), NVCC)
+            inspect(ImageView(folder), NVCC)
 
 
 def test_container_toolkit_without_a_library_is_not_complete(folder: Path) -> None:
     lost = ("libcublas.so", "stubs/libcuda.so")
     kept = [ln for ln in (folder / "paths").read_text().splitlines() if not ln.endswith(lost)]
     (folder / "paths").write_text("\n".join(kept))
-    faults = inspect(Told(folder), NVCC).faults
+    faults = inspect(ImageView(folder), NVCC).faults
     assert [fault.split()[1] for fault in faults] == ["libcublas.so", "libcuda.so"]
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -67,24 +68,19 @@ class ImageCapabilities(Frozen):
 def required_capabilities(recipe: Recipe, argv: Sequence[str]) -> RequiredCapabilities:
     """Return what the image must support for a recipe whose rendered command is `argv`."""
     command = parse(argv)
+    # Architectures that the command names instead of those in config.json.
+    named: object = None
+    with suppress(ValueError, AttributeError):
+        named = json.loads(command.text("--hf-overrides") or "").get("architectures")
+    names = tuple(n for n in named if isinstance(n, str)) if isinstance(named, list) else ()
     return RequiredCapabilities(
         roles=tuple(role for role, _ in recipe.weights.items() if role in ("model", "drafter")),
-        overridden=_overridden(command.text("--hf-overrides")),
+        overridden={"model": names} if names else {},
         reasoning_parser=command.text("--reasoning-parser") or None,
         tool_parser=command.text("--tool-call-parser") or None,
         speculation=command.method or ("draft_model" if command.drafter else None),
         compute_capability=recipe.host.compute_capability,
     )
-
-
-def _overridden(text: str | None) -> dict[str, tuple[str, ...]]:
-    """Architectures that --hf-overrides names instead of those in config.json."""
-    try:
-        found = json.loads(text or "").get("architectures")
-    except (ValueError, AttributeError):
-        return {}
-    names = tuple(n for n in found if isinstance(n, str)) if isinstance(found, list) else ()
-    return {"model": names} if names else {}
 
 
 class Unreadable(Exception):
@@ -117,8 +113,7 @@ def names_of(
     architectures: Mapping[str, Sequence[str]], needs: RequiredCapabilities
 ) -> tuple[str, ...]:
     """Return every name under which vLLM may look for the architectures of each role."""
-    wanted = _wanted(architectures, needs)
-    return tuple(dict.fromkeys(name for _, names in wanted for name in names))
+    return tuple(dict.fromkeys(n for _, names in _wanted(architectures, needs) for n in names))
 
 
 def _wanted(
@@ -283,10 +278,8 @@ def probe_image(
     text = "\0".join((_text(query_capabilities), *sorted(architectures)))
     query = hashlib.sha256(text.encode()).hexdigest()[:16]
     kept = ctx.places.images / f"{image.removeprefix('sha256:')[:64]}-{query}.json"
-    try:
+    with suppress(OSError, ValueError):  # no answer yet, or a damaged one: query the image
         return ImageCapabilities.model_validate_json(kept.read_bytes()), True
-    except (OSError, ValueError):
-        pass  # no answer yet, or a damaged one: query the image
     ctx.progress.say(f"querying {name} for supported models (may take a minute)")
     answer, sentinel = run_script(
         ctx, query_capabilities, image, architectures, name=name, max_bytes=MAX_ANSWER
@@ -294,26 +287,24 @@ def probe_image(
     try:
         found = parse_answer(answer.out, sentinel)
     except Unreadable as error:
-        raise _silent(answer, str(error), name) from error
+        why = str(error)
+        if answer.timed_out:
+            why = f"no answer within {QUERY_TIMEOUT_S:g} s"
+        elif answer.oom_killed:
+            why = "the kernel's OOM killer stopped it"
+        elif answer.code:
+            why = f"{why} and ended with {answer.code}"
+        last = answer.err.strip().splitlines()[-_SHOWN_LINES:]
+        raise BuildFailed(
+            f"the image did not report what it supports: {why}",
+            where="\n".join([name, *(clean(line, one_line=True) for line in last)]),
+            hint="try its Python by hand: docker run --rm --entrypoint python3 IMAGE -c "
+            "'import vllm'",
+            id="image-silent",
+        ) from error
     if found.architectures is not None:  # an import that failed may succeed next time
         write_atomic(kept, to_json(found).encode())
     return found, False
-
-
-def _silent(answer: Answered, why: str, name: str) -> BuildFailed:
-    if answer.timed_out:
-        why = f"no answer within {QUERY_TIMEOUT_S:g} s"
-    elif answer.oom_killed:
-        why = "the kernel's OOM killer stopped it"
-    elif answer.code:
-        why = f"{why} and ended with {answer.code}"
-    lines = [clean(line, one_line=True) for line in answer.err.strip().splitlines()[-_SHOWN_LINES:]]
-    return BuildFailed(
-        f"the image did not report what it supports: {why}",
-        where="\n".join([name, *lines]),
-        hint="try its Python by hand: docker run --rm --entrypoint python3 IMAGE -c 'import vllm'",
-        id="image-silent",
-    )
 
 
 def require_capabilities(
