@@ -12,8 +12,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from bakehouse.build.builder import digest_lock
 from bakehouse.build.image import BuiltImage, DockerBuild, built_already, check_labels
 from bakehouse.context import Context
 from bakehouse.engines.vllm.image_probe import run_script
-from bakehouse.engines.vllm.scripts import read_files as reading
+from bakehouse.engines.vllm.scripts import read_files as reader
 from bakehouse.errors import BakehouseError, BuildFailed
 from bakehouse.lock import GitPin, Lock, PatchPin
 from bakehouse.models import check
@@ -155,7 +154,7 @@ def read_files(ctx: Context, image: str, names: Sequence[str]) -> tuple[str, dic
 
     Raises BuildFailed, HostError.
     """
-    answer, sentinel = run_script(ctx, reading, image, names, name=image, max_bytes=MAX_READ)
+    answer, sentinel = run_script(ctx, reader, image, names, name=image, max_bytes=MAX_READ)
     parts = answer.out.split(sentinel)
     try:
         found = json.loads(parts[-2] if len(parts) > 2 else "{}")
@@ -169,12 +168,6 @@ def read_files(ctx: Context, image: str, names: Sequence[str]) -> tuple[str, dic
         ) from None  # fmt: skip
 
 
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="bakehouse-overlay-") as folder:
-        yield Path(folder)
-
-
 def _patched(ctx: Context, pins: Sequence[PatchPin], image: str) -> Overlay:
     diffs = [(pin, read_diff(diff_of(ctx, pin), pin.file.path)) for pin in pins]
     paths = sorted({path for _, parts in diffs for part in parts for path in paths_of(part)})
@@ -182,7 +175,8 @@ def _patched(ctx: Context, pins: Sequence[PatchPin], image: str) -> Overlay:
     inside = [path for path in paths if path.startswith(PACKAGE)]
     _, before = read_files(ctx, image, inside)
     git = Git(ctx.processes, ctx.environment)
-    with _scratch() as scratch:
+    with tempfile.TemporaryDirectory(prefix="bakehouse-overlay-") as folder:
+        scratch = Path(folder)
         repository, new = scratch / "git", scratch / "new"
         make_bare(ctx, git, repository)
         _write_files(scratch / "old", before)
@@ -227,7 +221,8 @@ def _from_branch(ctx: Context, lock: Lock, image: str) -> Overlay:
         )  # fmt: skip
     git = Git(ctx.processes, ctx.environment)
     version, _ = read_files(ctx, image, ())
-    with _scratch() as scratch:
+    with tempfile.TemporaryDirectory(prefix="bakehouse-overlay-") as folder:
+        scratch = Path(folder)
         target = scratch / "tree"
         materialise(ctx, lock, target)
         repository = repository_of(ctx.places, source)

@@ -161,26 +161,26 @@ class Counters:
         )
 
 
-_NAMES = {
-    "generated": ("llamacpp:tokens_predicted_total", "vllm:generation_tokens_total"),
-    "prompted": ("llamacpp:prompt_tokens_total", "vllm:prompt_tokens_total"),
-    "decodes": ("llamacpp:n_decode_total",),
-    "running": ("llamacpp:requests_processing", "vllm:num_requests_running"),
-    "waiting": ("llamacpp:requests_deferred", "vllm:num_requests_waiting"),
-    "drafts": ("llamacpp:spec_decode_num_drafts_total", "vllm:spec_decode_num_drafts_total"),
-    "draft_tokens": (
-        "llamacpp:spec_decode_num_draft_tokens_total",
-        "vllm:spec_decode_num_draft_tokens_total",
-    ),
-    "accepted": (
-        "llamacpp:spec_decode_num_accepted_tokens_total",
-        "vllm:spec_decode_num_accepted_tokens_total",
-    ),
+_LLAMACPP = {
+    "generated": "tokens_predicted_total", "prompted": "prompt_tokens_total",
+    "decodes": "n_decode_total", "running": "requests_processing", "waiting": "requests_deferred",
+}  # fmt: skip
+_VLLM = {
+    "generated": "generation_tokens_total", "prompted": "prompt_tokens_total",
+    "running": "num_requests_running", "waiting": "num_requests_waiting",
+}  # fmt: skip
+_DRAFTS = {
+    "drafts": "spec_decode_num_drafts_total",
+    "draft_tokens": "spec_decode_num_draft_tokens_total",
+    "accepted": "spec_decode_num_accepted_tokens_total",
+    "per_position": "spec_decode_num_accepted_tokens_per_pos_total",
 }
-_PER_POSITION = (
-    "llamacpp:spec_decode_num_accepted_tokens_per_pos_total",
-    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-)
+_FIELDS = {
+    f"{prefix}:{name}": field
+    for prefix, names in (("llamacpp", _LLAMACPP), ("vllm", _VLLM))
+    for field, name in {**names, **_DRAFTS}.items()
+}
+"""Name in the text to the field of `Counters`."""
 
 
 def samples(text: str) -> tuple[Sample, ...]:
@@ -199,22 +199,19 @@ def samples(text: str) -> tuple[Sample, ...]:
 
 def read_counters(text: str | None) -> Counters | None:
     """Read an engine's counters, summed over its workers; None if the text has none."""
-    seen = samples(text or "")
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}
-    for sample in seen:
-        totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-        where = sample.labels.get("position", "")
-        if sample.name in _PER_POSITION and where.isdecimal() and int(where) < MOST_POSITIONS:
-            positions[int(where)] = positions.get(int(where), 0.0) + sample.value
-    values = {
-        field: next((totals[name] for name in names if name in totals), None)
-        for field, names in _NAMES.items()
-    }
-    if not any(value is not None for value in values.values()):
+    for sample in samples(text or ""):
+        name, position = _FIELDS.get(sample.name), sample.labels.get("position", "")
+        if name == "per_position":
+            if position.isdecimal() and int(position) < MOST_POSITIONS:
+                positions[int(position)] = positions.get(int(position), 0.0) + sample.value
+        elif name:
+            totals[name] = totals.get(name, 0.0) + sample.value
+    if not totals:
         return None
     last = max(positions, default=-1)
-    return Counters(per_position=tuple(positions.get(n, 0.0) for n in range(last + 1)), **values)
+    return Counters(per_position=tuple(positions.get(n, 0.0) for n in range(last + 1)), **totals)
 
 
 NONCE_ALIAS = "~bakehouse-"

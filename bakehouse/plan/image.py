@@ -234,11 +234,9 @@ def definitions_of(build: Build, lock: Lock, arch: str) -> dict[str, str]:
 
 
 def _extra(build: Build) -> Extra:
-    if build.cuda is None:
-        return cmake.NOTHING
     # Both halves of the toolkit are named: CMake looks for each of them separately.
     pair = {COMPILER: f"{CUDA_ROOT}/bin/nvcc", ROOT: CUDA_ROOT}
-    return Extra(definitions=pair, flags=WITHOUT_DRIVER)
+    return Extra(definitions=pair, flags=WITHOUT_DRIVER) if build.cuda else cmake.NOTHING
 
 
 def expected_of(build: Build, lock: Lock, arch: str) -> Expected:
@@ -286,25 +284,8 @@ def plan_image_build(
     )  # fmt: skip
     args = {"JOBS": str(jobs_for(build, host, jobs))}
     image, labels = tag_of(recipe.name, key), labels_of(recipe, lock, key)
-    steps = _build_steps(pins, host.arch, image, args, labels, lock, cuda=cuda)
-    return ImagePlan(
-        digest=key, image=image, arch=host.arch, pins=pins, server=server, dockerfile=text,
-        args=args, labels=labels, steps=steps,
-    )  # fmt: skip
-
-
-def _build_steps(
-    pins: Mapping[str, ImagePin],
-    arch: str,
-    image: str,
-    args: Mapping[str, str],
-    labels: Mapping[str, str],
-    lock: Lock,
-    *,
-    cuda: bool,
-) -> tuple[Step, ...]:
-    return (
-        *(_pull_step(role, pin, arch) for role, pin in pins.items()),
+    steps = (
+        *(_pull_step(role, pin, host.arch) for role, pin in pins.items()),
         Step(
             id="source",
             title="write the pinned source tree into an empty build context",
@@ -344,3 +325,7 @@ def _build_steps(
             expects=(f"build {lock.build_number}", f"commit {lock.stamp}"),
         ),
     )
+    return ImagePlan(
+        digest=key, image=image, arch=host.arch, pins=pins, server=server, dockerfile=text,
+        args=args, labels=labels, steps=steps,
+    )  # fmt: skip

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from bakehouse.engines.base import Engine, Requirements, engine_of
+from bakehouse.engines.base import Requirements, engine_of
 from bakehouse.lock import Lock
 from bakehouse.paths import Places
 from bakehouse.plan.types import ServePlan
 from bakehouse.preflight.rules import WEIGHTS, bind_address, volumes
-from bakehouse.recipe.models import Recipe
+from bakehouse.recipe.models import Container, Recipe
 from bakehouse.recipe.template import Paths, StandIn, render, template_variables
 from bakehouse.recipe.types import Origin
 from bakehouse.system.docker.models import OURS, ContainerSpec, Mount, Published
@@ -61,7 +61,23 @@ def plan_serve(
         port=engine.inside_port if image else chosen,
         key_file=str(state / "api-key") if has_key and not image else None,
     )  # fmt: skip
-    asked = engine.features(recipe, lock, command, engine.served(visible["model"]))
+    requirements = engine.features(recipe, lock, command, engine.served(visible["model"]))
+    container = None
+    if image:
+        box = recipe.container or Container()
+        container = ContainerSpec(  # the launch adds its command, the run's labels and an API key
+            image=image,
+            name=container_name(recipe.name),
+            env={**engine.environment, **box.env, **recipe.serve.env, **engine.forced_environment},
+            labels={OURS: "server", RECIPE: recipe.name},
+            user=box.user,
+            gpus=box.gpus,
+            ipc=box.ipc,
+            shm_size=box.shm_size,
+            memory=box.memory,
+            mounts=(*weight_mounts(lock, weights), *volumes(box.volumes, folder)),
+            publish=(Published(port=engine.inside_port, host=address, host_port=chosen),),
+        )
     plan = ServePlan(
         name=recipe.name,
         argv=(*command, *added),
@@ -69,13 +85,11 @@ def plan_serve(
         env={} if image else {**recipe.serve.env, "XDG_CONFIG_HOME": str(state / "config")},
         host=address,
         port=chosen,
-        expects=engine.expectations(asked),
+        expects=engine.expectations(requirements),
         suites=recipe.asked.suites or (),
-        container=_container(
-            recipe, engine, image, weight_mounts(lock, weights), folder, address, chosen
-        ) if image else None,
-    )  # fmt: skip
-    return plan, asked
+        container=container,
+    )
+    return plan, requirements
 
 
 def container_name(server: str) -> str:
@@ -100,37 +114,6 @@ def weight_mounts(lock: Lock, weights: Mapping[str, Paths]) -> tuple[Mount, ...]
         for role, paths in weights.items()
         for source, target in zip(paths.files, inside(role, lock).files, strict=True)
     )
-
-
-def _container(
-    recipe: Recipe,
-    engine: Engine,
-    image: str,
-    mounts: Sequence[Mount],
-    folder: str,
-    host: str,
-    port: int,
-) -> ContainerSpec:
-    """Plan the container; the launch adds its command, the run's labels and an API key.
-
-    Raises UsageError for a volume that must not be mounted.
-    """
-    wanted = recipe.container
-    own = volumes(wanted.volumes if wanted else (), folder)
-    return ContainerSpec(
-        image=image,
-        name=container_name(recipe.name),
-        env={**engine.environment, **(wanted.env if wanted else {}), **recipe.serve.env,
-             **engine.forced_environment},
-        labels={OURS: "server", RECIPE: recipe.name},
-        user=wanted.user if wanted else None,
-        gpus=wanted.gpus if wanted else None,
-        ipc=wanted.ipc if wanted else None,
-        shm_size=wanted.shm_size if wanted else None,
-        memory=wanted.memory if wanted else None,
-        mounts=(*mounts, *own),
-        publish=(Published(port=engine.inside_port, host=host, host_port=port),),
-    )  # fmt: skip
 
 
 def described(spec: ContainerSpec) -> list[str]:
