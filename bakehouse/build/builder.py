@@ -330,15 +330,15 @@ def ensure(ctx: Context, lock: Lock, plan: BuildPlan, run: Run) -> Artifact:
     run.pin(build=plan.digest)
     with explained(folder.parent):
         if isinstance(found := _look(folder), BuildRecord):
-            return _given(ctx, plan, run, found, started, reused=True)
+            return _artifact(ctx, plan, run, found, started, reused=True)
         with digest_lock(ctx, folder.parent, plan.digest):
             if isinstance(found := _look(folder), BuildRecord):
-                return _given(ctx, plan, run, found, started, reused=True)
+                return _artifact(ctx, plan, run, found, started, reused=True)
             if isinstance(found, Damaged):
                 _set_aside(ctx, run, folder, found)
             with work_folder(ctx, plan) as work:
                 record = _build(ctx, lock, moved(plan, work), run)
-    return _given(ctx, plan, run, record, started, reused=False)
+    return _artifact(ctx, plan, run, record, started, reused=False)
 
 
 def _look(folder: Path) -> BuildRecord | Damaged | None:
@@ -447,7 +447,7 @@ def _place(stage: Path, artifact: Path, record: BuildRecord) -> None:
     fsync_folder(artifact.parent)
 
 
-def _given(
+def _artifact(
     ctx: Context, plan: BuildPlan, run: Run, record: BuildRecord, started: float, *, reused: bool
 ) -> Artifact:
     """Make the artifact from its record, and record it in the run."""

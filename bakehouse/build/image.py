@@ -31,9 +31,8 @@ from bakehouse.cuda.configure import ARCHITECTURES, for_builder, wants_cuda
 from bakehouse.cuda.toolkit import ImageView, NotAToolkit, Requested, inspect, split_list
 from bakehouse.cuda.verify import accept_artifact
 from bakehouse.engines.base import Configured, CudaExpected, Expected
-from bakehouse.engines.llamacpp.cmake import asked, git_stand_in
+from bakehouse.engines.llamacpp.cmake import git_stand_in, recipe_definitions
 from bakehouse.engines.vllm.image_probe import (
-    ImageCapabilities,
     as_facts,
     names_of,
     probe_image,
@@ -137,12 +136,28 @@ def ensure(
     started = ctx.clock.monotonic()
     run.pin(build=plan.digest)
     built, reused = _pull_or_build(ctx, loaded, lock, plan, run)
-    checks, found, known = _probe(ctx, loaded, lock, plan, built.facts, run)
+    checks, found, needs = built.checks, None, plan.asks
+    if needs:  # an image of vLLM
+        wanted = {
+            role: needs.overridden.get(role)
+            or architectures(ctx, loaded.folder, loaded.recipe, lock, role)
+            for role in needs.roles
+        }
+        with run.step("able"):
+            names = names_of(wanted, needs)
+            found, kept = probe_image(ctx, built.facts.id, plan.image, names)
+        reused = reused and kept
+        run.fact("image", {"ref": plan.image, "id": built.facts.id, **as_facts(found)})
+        for name, version in found.versions.items():
+            run.version(name, version)
+        supported = require_capabilities(found, needs, wanted, plan.image)
+        run.checks(supported)
+        checks += supported
     return ImageArtifact(
         image=plan.image, id=built.facts.id, digest=plan.digest, size=built.facts.size,
         user=built.facts.user, entrypoint=built.facts.entrypoint, content=built.content,
-        says=summary(found) if found else "", checks=(*built.checks, *checks),
-        version=found.versions.get("vllm", "") if found else "", reused=reused and known,
+        says=summary(found) if found else "", checks=checks,
+        version=found.versions.get("vllm", "") if found else "", reused=reused,
         seconds=round(ctx.clock.monotonic() - started, 3),
     )  # fmt: skip
 
@@ -168,28 +183,6 @@ def _pull_or_build(
     return build_image(ctx, lock, plan, build, run), False
 
 
-def _probe(
-    ctx: Context, loaded: LoadedRecipe, lock: Lock, plan: ImagePlan, image: ImageFacts, run: Run
-) -> tuple[tuple[Check, ...], ImageCapabilities | None, bool]:
-    """Query a vLLM image: its checks, its answer, and whether the answer was kept before."""
-    needs = plan.asks
-    if needs is None:
-        return (), None, True
-    wanted = {
-        role: needs.overridden.get(role)
-        or architectures(ctx, loaded.folder, loaded.recipe, lock, role)
-        for role in needs.roles
-    }
-    with run.step("able"):
-        found, known = probe_image(ctx, image.id, plan.image, names_of(wanted, needs))
-    run.fact("image", {"ref": plan.image, "id": image.id, **as_facts(found)})
-    for name, version in found.versions.items():
-        run.version(name, version)
-    checks = require_capabilities(found, needs, wanted, plan.image)
-    run.checks(checks)
-    return checks, found, known
-
-
 # Any image that is built by `docker build`.
 
 
@@ -206,7 +199,21 @@ class DockerBuild:
     @classmethod
     def start(cls, ctx: Context, plan: ImagePlan, run: Run) -> DockerBuild:
         """Prepare a build whose base images are here. Raises HostError without Docker's CLI."""
-        env = build_environment(ctx)
+        extra = {name: ctx.environment[name] for name in PASSED_ON if name in ctx.environment}
+        env = environment(extra, base=ctx.environment)
+        env["DOCKER_BUILDKIT"] = "1"
+        if not ctx.processes.capture(("docker", "buildx", "version"), env=env, timeout=20).ok:
+            version = ctx.processes.capture(("docker", "--version"), env=env, timeout=20)
+            if not version.ok:
+                raise HostError(
+                    "building an image needs Docker's command line, which was not found",
+                    where=version.err.strip() or "docker --version", id="docker-cli",
+                    hint="install it: docker-ce-cli and docker-buildx-plugin, or Debian's "
+                    "docker.io",
+                )  # fmt: skip
+            found = re.search(r"version (\d+)", version.out)
+            old = found is not None and int(found[1]) < OLD_CLIENT
+            env["DOCKER_BUILDKIT"] = "1" if old and ctx.docker.facts().buildkit else "0"
         for pin in plan.pins.values():
             if pin.local:  # a Dockerfile cannot name an image by id
                 repository, _, tag = base_name(pin).rpartition(":")
@@ -254,24 +261,6 @@ class DockerBuild:
         return BuiltImage(found, built.content, checks)
 
 
-def build_environment(ctx: Context) -> dict[str, str]:
-    """Return the environment of `docker build`. Raises HostError without Docker's CLI."""
-    extra = {name: ctx.environment[name] for name in PASSED_ON if name in ctx.environment}
-    env = environment(extra, base=ctx.environment)
-    if ctx.processes.capture(("docker", "buildx", "version"), env=env, timeout=20).ok:
-        return {**env, "DOCKER_BUILDKIT": "1"}
-    version = ctx.processes.capture(("docker", "--version"), env=env, timeout=20)
-    if not version.ok:
-        raise HostError(
-            "building an image needs Docker's command line, which was not found",
-            where=version.err.strip() or "docker --version", id="docker-cli",
-            hint="install it: docker-ce-cli and docker-buildx-plugin, or Debian's docker.io",
-        )  # fmt: skip
-    found = re.search(r"version (\d+)", version.out)
-    old = found is not None and int(found[1]) < OLD_CLIENT
-    return {**env, "DOCKER_BUILDKIT": "1" if old and ctx.docker.facts().buildkit else "0"}
-
-
 def built_already(ctx: Context, plan: ImagePlan) -> BuiltImage | None:
     """Return the image of this plan and its checks, if it is here and unchanged."""
     try:
@@ -290,9 +279,10 @@ def _failed(
     what: str, done: Finished, first: Callable[..., FirstError | None] | None, log: Path
 ) -> HostError | BuildFailed:
     lines = [_BUILDKIT_PREFIX.sub("", line) for line in done.lines]
-    known = explain("\n".join(lines), str(log))
-    if isinstance(known, HostError) and known.id in ("disk-full", "image-platform", "network"):
-        return known
+    error_of_docker = explain("\n".join(lines), str(log))
+    ids = ("disk-full", "image-platform", "network")
+    if isinstance(error_of_docker, HostError) and error_of_docker.id in ids:
+        return error_of_docker
     if error := first(lines, _SOURCE_ROOTS) if first else None:
         where, hint = error.place(str(log)), f"the whole log: {log}"
         return BuildFailed(f"{what} failed: {error.message}", where=where, hint=hint)
@@ -467,7 +457,7 @@ def _with_toolkit(
             id="no-toolkit",
         ) from error  # fmt: skip
     requested = Requested(
-        version=build.cuda.version, definitions=asked(build.cmake),
+        version=build.cuda.version, definitions=recipe_definitions(build.cmake),
         architectures=split_list(str(build.cmake.get(ARCHITECTURES, ""))),
     )  # fmt: skip
     cuda = CudaExpected(toolkit=toolkit, requested=requested, links=dict(described.links))

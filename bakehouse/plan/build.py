@@ -11,12 +11,13 @@ from bakehouse.cuda.configure import Conflict
 from bakehouse.engines.base import Compiler, Expected
 from bakehouse.engines.llamacpp import cmake
 from bakehouse.engines.llamacpp.cmake import NOTHING, Extra
-from bakehouse.errors import Fault, HostError, RecipeError
+from bakehouse.errors import HostError, RecipeError
 from bakehouse.host import HostFacts
 from bakehouse.lock import Lock
 from bakehouse.paths import Places
 from bakehouse.plan.types import BuildInputs, BuildPlan, Step
 from bakehouse.recipe.models import Build, Recipe
+from bakehouse.recipe.types import Origin
 from bakehouse.toolchain import Tools
 
 RULES = 1
@@ -30,8 +31,8 @@ BYTES_A_JOB = 3 * 2**29
 NINJA_STATUS = "[%f/%t %e] "
 """Steps finished, steps in total, seconds so far; `build/error_parser.py` parses it."""
 
-Where = Callable[[tuple[str, ...]], tuple[str, int, int]]
-"""Gives file, line and column of a key of the recipe, such as ("build", "cmake", "GGML_X")."""
+Where = Callable[[tuple[str, ...]], Origin]
+"""Gives the place of a key of the recipe, such as ("build", "cmake", "GGML_X")."""
 
 
 def plan_build(
@@ -62,7 +63,7 @@ def plan_build(
     # The work folder as configure and compile see it.
     inside = Path(extra.place) if extra.place else work
     date = lock.source.date if lock.source else 0
-    own = cmake.asked(build.cmake)
+    own = cmake.recipe_definitions(build.cmake)
     merged = cmake.definitions(own, lock, extra, host.arch)
     cpu = f"{host.cpu_model}: {host.cpu_flags}" if cmake.for_this_cpu(merged) else None
     identities = {n: getattr(tools, n).identity for n in ("cmake", "cc", "cxx", "strip")}
@@ -198,10 +199,13 @@ def refuse(recipe: Recipe, build: Build, extra: Extra, where: Where | None) -> N
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", target):
             message = f"'{target}' is not the name of a target"
             found.append(Conflict(keys, message, f"write {cmake.SERVER}"))
-    faults = []
-    for one in found:
-        file, line, column = where(one.keys) if where else (f"recipe {recipe.name}", 0, 0)
-        faults.append(Fault(file, line, column, f"{'.'.join(one.keys)}: {one.message}", one.hint))
+    nowhere = Origin(f"recipe {recipe.name}", 0, 0)
+    faults = [
+        (where(one.keys) if where else nowhere).fault(
+            f"{'.'.join(one.keys)}: {one.message}", one.hint
+        )
+        for one in found
+    ]
     if faults:
         raise RecipeError(f"recipe {recipe.name} cannot be built", faults)
 

@@ -218,7 +218,7 @@ def _query_step(image: str, needs: RequiredCapabilities) -> Step:
 def definitions_of(build: Build, lock: Lock, arch: str) -> dict[str, str]:
     """Return the CMake definitions for the builder. Raises HostError for GGML_NATIVE."""
     extra = _extra(build)
-    merged = cmake.definitions(cmake.asked(build.cmake), lock, extra, arch)
+    merged = cmake.definitions(cmake.recipe_definitions(build.cmake), lock, extra, arch)
     if cmake.for_this_cpu(merged):
         raise HostError(
             "an image cannot be built for one CPU: GGML_NATIVE is on",
@@ -242,7 +242,7 @@ def _extra(build: Build) -> Extra:
 def expected_of(build: Build, lock: Lock, arch: str) -> Expected:
     """Return what CMake must configure; the builder's digest pins the compilers."""
     passed = definitions_of(build, lock, arch)
-    own = cmake.asked(build.cmake)
+    own = cmake.recipe_definitions(build.cmake)
     return Expected(
         generator=GENERATOR,
         build_type=passed["CMAKE_BUILD_TYPE"],

@@ -1,6 +1,6 @@
 """Plan a whole recipe: fetch, build and serve.
 
-`survey` inspects this machine, once a command; everything after that is pure.
+`inspect_host` inspects this machine, once a command; everything after that is pure.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def inspect_host(
 ) -> HostEnvironment:
     """Find tools, host facts and toolkit; `make` installs a toolkit that is to be provided.
 
-    Raises HostError, LockError as `find_tools` and `settle` do.
+    Raises HostError, LockError as `find_tools` and `select_toolkit` do.
     """
     if uses_image(recipe):
         return HostEnvironment(None, read_host(), for_builder(ctx, recipe), NOTHING)
@@ -66,30 +66,26 @@ def provide_toolkit(ctx: Context, recipe: Recipe, lock: Lock) -> None:
 def plan_engine(
     loaded: LoadedRecipe,
     lock: Lock,
-    here: HostEnvironment,
+    machine: HostEnvironment,
     places: Places,
     *,
     jobs: int | None = None,
 ) -> BuildPlan | ImagePlan:
     """Plan the build or the image. Raises as `plan_build` and `plan_image` do."""
-    if here.tools is None and here.recipe.build:
-        return plan_image_build(here.recipe, lock, here.host, jobs=jobs)
-    if here.tools is None:
-        return plan_image(here.recipe, lock, here.host.arch, loaded.command)
-
-    def where(keys: tuple[str, ...]) -> tuple[str, int, int]:
-        origin = loaded.origin(*keys)
-        return origin.file, origin.line, origin.column
-
+    if machine.tools is None and machine.recipe.build:
+        return plan_image_build(machine.recipe, lock, machine.host, jobs=jobs)
+    if machine.tools is None:
+        return plan_image(machine.recipe, lock, machine.host.arch, loaded.command)
     return plan_build(
-        here.recipe, lock, here.tools, here.host, places, extra=here.extra, jobs=jobs, where=where
-    )
+        machine.recipe, lock, machine.tools, machine.host, places, extra=machine.extra, jobs=jobs,
+        where=lambda keys: loaded.origin(*keys),
+    )  # fmt: skip
 
 
 def make_plan(
     loaded: LoadedRecipe,
     lock: Lock,
-    here: HostEnvironment,
+    machine: HostEnvironment,
     places: Places,
     *,
     host: str | None = None,
@@ -100,9 +96,9 @@ def make_plan(
 
     `host` and `port` override the recipe's. Raises RecipeError, UsageError, HostError.
     """
-    build = plan_engine(loaded, lock, here, places, jobs=jobs)
+    build = plan_engine(loaded, lock, machine, places, jobs=jobs)
     weights = locate(places, loaded.folder, loaded.recipe, lock)
-    serve, asked = plan_serve(
+    serve, requirements = plan_serve(
         loaded.recipe,
         lock,
         build.server,
@@ -117,7 +113,7 @@ def make_plan(
     return Plan(
         recipe=loaded.recipe.name, lock=digest(lock), fetch=_fetch_steps(lock, weights),
         build=build, serve=serve,
-    ), asked  # fmt: skip
+    ), requirements  # fmt: skip
 
 
 def _fetch_steps(lock: Lock, weights: Mapping[str, Paths]) -> tuple[Step, ...]:

@@ -14,6 +14,7 @@ from bakehouse.models import to_json
 from bakehouse.paths import Places
 from bakehouse.plan.build import plan_build
 from bakehouse.plan.types import BuildPlan
+from bakehouse.recipe.types import Origin
 from tests.support.small_engine import (
     FAKE_HOST,
     FAKE_PLACES,
@@ -150,7 +151,7 @@ def test_build_plan_passes_each_value_as_one_argument() -> None:
 
 def test_build_plan_errors_name_file_and_line() -> None:
     with pytest.raises(RecipeError) as caught:
-        plan({"GIT_EXE": "x"}, where=lambda keys: ("r.yaml", 7, len(keys)))
+        plan({"GIT_EXE": "x"}, where=lambda keys: Origin("r.yaml", 7, len(keys)))
     assert (caught.value.where or "").startswith("r.yaml:7:3: build.cmake.GIT_EXE: ")
 
 

@@ -158,7 +158,7 @@ def refusals(cmake: Mapping[str, str | int | float | bool], extra: Extra) -> Ite
             yield Conflict(keys, message, "leave them out")
 
 
-def asked(cmake: Mapping[str, str | int | float | bool]) -> dict[str, str]:
+def recipe_definitions(cmake: Mapping[str, str | int | float | bool]) -> dict[str, str]:
     """Format the recipe's definitions, sorted by name."""
     return {name: value_text(value) for name, value in sorted(cmake.items())}
 
@@ -207,8 +207,8 @@ PROBE_S = 10.0
 def fixed_place(ctx: Context) -> str:
     """Why the work folder cannot be mounted at PLACE on this machine; empty if it can."""
     argv = (*mounting(PLACE), "true")
-    said = ctx.processes.capture(argv, env=environment(), timeout=PROBE_S)
-    return "" if said.ok else (said.err.strip().splitlines() or [f"exit code {said.code}"])[0]
+    tried = ctx.processes.capture(argv, env=environment(), timeout=PROBE_S)
+    return "" if tried.ok else (tried.err.strip().splitlines() or [f"exit code {tried.code}"])[0]
 
 
 def mounting(folder: str) -> tuple[str, ...]:
@@ -239,7 +239,7 @@ def prepared(
     requested = Requested(
         version=selected.version,
         architectures=selected.architectures,
-        definitions=asked(recipe.build.cmake if recipe.build else {}),
+        definitions=recipe_definitions(recipe.build.cmake if recipe.build else {}),
     )
     reason = f"nvcc writes the folder's path into what it makes, and {why_not}" if why_not else ""
     # The compilers' check leaves nvcc out: CMake 3.25's file API gives no version for CUDA (seen).

@@ -108,10 +108,10 @@ def refuse(
 ) -> None:
     """Raise RecipeError, exit 2, for flags and variables that Bakehouse sets itself."""
     del lock  # what a command may contain does not depend on pins here
-    given = flags(command)
+    options = flags(command)
     faults = [
         origin.fault(f"serve.command must not hold {flag}", OWNED[flag])
-        for flag in dict.fromkeys(flag for flag, _ in given if flag in OWNED)
+        for flag in dict.fromkeys(flag for flag, _ in options if flag in OWNED)
     ]
     faults += [
         origin.fault(
@@ -127,10 +127,10 @@ def refuse(
             f"serve.command lowers {flag} to {value}",
             f"Bakehouse reads the log for evidence; use {EVIDENCE_LEVEL} or more, or leave it out",
         )
-        for flag, value in given
+        for flag, value in options
         if flag in LEVEL and value and value.lstrip("-").isdigit() and int(value) < EVIDENCE_LEVEL
     ]
-    if not any(flag in {"-m", "--model"} and value for flag, value in given):
+    if not any(flag in {"-m", "--model"} and value for flag, value in options):
         faults.append(
             origin.fault(
                 "serve.command names no model",
@@ -191,29 +191,29 @@ class Features(Requirements):
 
 def features(recipe: Recipe, lock: Lock, command: Sequence[str], model_path: str) -> Features:
     """Derive what to expect from the recipe's keys and from the command."""
-    given = {flag: value for flag, value in flags(command) if value is not None}
+    options = {flag: value for flag, value in flags(command) if value is not None}
     questions = recipe.probe.facts.questions
-    spec = recipe.serve.speculation or given.get("--spec-type")
-    if not spec and given.keys() & DRAFT_FLAGS:
+    spec = recipe.serve.speculation or options.get("--spec-type")
+    if not spec and options.keys() & DRAFT_FLAGS:
         spec = "draft"
     if spec and all(part == "none" for part in spec.split(",")):
         spec = None
     layers = recipe.serve.gpu_layers
     if layers is None:  # 0 for the CPU alone
-        values = [given[name] for name in GPU_LAYERS if name in given]
-        layers = 10**6 if "all" in values else _whole(given, *GPU_LAYERS)
+        values = [options[name] for name in GPU_LAYERS if name in options]
+        layers = 10**6 if "all" in values else _whole(options, *GPU_LAYERS)
         layers = layers or (0 if "0" in values else None)
-    attention = recipe.serve.flash_attn or given.get("-fa") or given.get("--flash-attn")
+    attention = recipe.serve.flash_attn or options.get("-fa") or options.get("--flash-attn")
     return Features(
         name=recipe.name,
         model_path=model_path,
         build_info=f"b{lock.build_number}-{lock.stamp}" if lock.stamp else None,
         slots=recipe.serve.slots,
-        context=recipe.serve.context or _whole(given, "-c", "--ctx-size"),
+        context=recipe.serve.context or _whole(options, "-c", "--ctx-size"),
         chat=questions is None or any(q.mode == "chat" for q in questions),
         multimodal=recipe.weights.projector is not None,
         speculation=spec or None,
-        speculation_lacks=_lacks(spec, given) if spec else None,
+        speculation_lacks=_lacks(spec, options) if spec else None,
         gpu_layers=layers or None,
         cpu=layers == 0,
         flash_attn=attention if attention in {"on", "off"} else None,
@@ -225,23 +225,23 @@ WITH_DRAFTER = frozenset({"draft-simple", "draft-eagle3", "draft-dflash", "draft
 """Modes that draft with a second model file."""
 
 
-def _lacks(spec: str, given: Mapping[str, str]) -> str | None:
+def _lacks(spec: str, options: Mapping[str, str]) -> str | None:
     """Describe what is missing; not refused, since a drafter's file may name its own mode."""
-    drafter = bool(given.keys() & DRAFT_FLAGS)
-    if drafter and "--spec-type" not in given:
+    drafter = bool(options.keys() & DRAFT_FLAGS)
+    if drafter and "--spec-type" not in options:
         return "-md without --spec-type serves without speculating; add --spec-type draft-simple"
     modes = sorted(WITH_DRAFTER & set(spec.split(",")))
     if modes and not drafter:
         return f"{modes[0]} without -md serves without speculating; add -md and the drafter's file"
-    if "--spec-type" not in given:
+    if "--spec-type" not in options:
         return f"serve.speculation is {spec}, but the command has no --spec-type"
     return None
 
 
-def _whole(given: dict[str, str], *names: str) -> int | None:
+def _whole(options: dict[str, str], *names: str) -> int | None:
     """Parse a positive whole number; None for 0 and anything else, which cannot be checked."""
     for name in names:
-        if (value := given.get(name, "")).isdigit():
+        if (value := options.get(name, "")).isdigit():
             return int(value) or None
     return None
 
@@ -343,7 +343,7 @@ def _entry(line: str) -> Entry:
     return Entry(tuple(flags), values, text)
 
 
-def check_flags(argv: Sequence[str], known: Help, where: str) -> tuple[Check, ...]:
+def check_flags(argv: Sequence[str], usage: Help, where: str) -> tuple[Check, ...]:
     """Check every flag of a command: one check for all known flags, one for each unknown flag.
 
     `argv[0]` is the program. A flag that an incomplete text does not list is unknown.
@@ -355,21 +355,21 @@ def check_flags(argv: Sequence[str], known: Help, where: str) -> tuple[Check, ..
         if not argument.startswith("-") or argument == "-" or _NUMBER.match(argument):
             continue
         flag = argument.replace("_", "-") if argument.startswith("--") else argument
-        entry = known.entries.get(flag)
+        entry = usage.entries.get(flag)
         for _ in range(entry.values if entry else 0):
             next(words, None)
         if entry and entry.removed is None:
             listed[flag] = None
             continue
         name, _, value = flag.partition("=")
-        ok = False if entry or known.complete else None
+        ok = False if entry or usage.complete else None
         if entry:
             observed = f"{flag} has been removed" + (f": {entry.removed}" if entry.removed else "")
-        elif value and spelling(name) in known.entries:
+        elif value and spelling(name) in usage.entries:
             observed = f"'{flag}' is not a flag: write the value as the next argument, "
             observed += f"{name} {value}"
         else:
-            usable = (other for other, one in known.entries.items() if one.removed is None)
+            usable = (other for other, one in usage.entries.items() if one.removed is None)
             observed = f"unknown flag {flag}{suggestion(name, usable)}"
         if ok is None:
             observed += ", but --help stopped before its end"
