@@ -41,6 +41,12 @@ def read(folder: Path, log: Path, source: Path | None = None) -> Configured:
     replies, generator = _replies(folder / _REPLY)
     entries = replies.get("cache", {}).get("entries", [])
     cache = {e["name"]: CacheEntry(value=e["value"], type=e["type"]) for e in entries}
+    targets = {}
+    for configuration in replies.get("codemodel", {}).get("configurations", [])[:1]:
+        for entry in configuration.get("targets", []):
+            target = _json(folder / _REPLY / entry["jsonFile"])
+            artifacts = tuple(a["path"] for a in target.get("artifacts", []))
+            targets[target["name"]] = Target(target["name"], target.get("type", ""), artifacts)
     toolchains = replies.get("toolchains", {}).get("toolchains", [])
     return Configured(
         log=tuple(log.read_text(errors="replace").splitlines()),
@@ -52,7 +58,7 @@ def read(folder: Path, log: Path, source: Path | None = None) -> Configured:
             t["language"]: Compiler(**{k: t["compiler"].get(k, "") for k in Compiler.model_fields})
             for t in toolchains
         },
-        targets=_targets(folder / _REPLY, replies.get("codemodel", {})),
+        targets=targets,
         named=_named(cache, source),
     )
 
@@ -87,19 +93,6 @@ def _replies(folder: Path) -> tuple[dict[str, Any], str]:
     if missing := {kind for kind, _ in _KINDS} - answers.keys():
         raise ValueError(f"{min(missing)} is missing")
     return answers, index.get("cmake", {}).get("generator", {}).get("name", "")
-
-
-def _targets(folder: Path, codemodel: dict[str, Any]) -> dict[str, Target]:
-    found = {}
-    for configuration in codemodel.get("configurations", [])[:1]:
-        for entry in configuration.get("targets", []):
-            target = _json(folder / entry["jsonFile"])
-            found[target["name"]] = Target(
-                name=target["name"],
-                type=target.get("type", ""),
-                artifacts=tuple(a["path"] for a in target.get("artifacts", [])),
-            )
-    return found
 
 
 def _json(path: Path) -> dict[str, Any]:

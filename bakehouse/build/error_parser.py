@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from bakehouse.progress import Bar
 from bakehouse.redact import clean
@@ -54,6 +55,7 @@ _PATTERNS = (
 )
 _CMAKE_AT = re.compile(r"CMake Error at (?P<file>.+?):(?P<line>\d+)(?: \([^)]*\))?:")
 _CMAKE = re.compile(r"CMake Error(?: in (?P<file>[^:]+))?:\s*(?P<message>.*)")
+_QUOTES = ("The output was:", "fails with the following output:")
 _PROGRESS = re.compile(r"\[\d+/\d+")
 
 
@@ -81,7 +83,11 @@ def first_cmake_error(lines: Sequence[str], roots: Sequence[str] = ()) -> FirstE
     for index, line in enumerate(lines):
         if found := _CMAKE_AT.match(line.strip()):
             message = _indented(lines, index + 1) or "CMake gave no reason"
-            if inner := _compilers_own(lines, index + 1):
+            # A compiler that CMake tried: the error is in the output that CMake quotes.
+            quoted = [*takewhile(lambda ln: not ln.strip() or ln[:2] == "  ", lines[index + 1 :])]
+            at = next((n for n, ln in enumerate(quoted) if ln.strip().endswith(_QUOTES)), None)
+            end = index + 1 + len(quoted)
+            if at is not None and (inner := _first_in(lines, index + at + 2, end, ())):
                 summary = re.split(r"\.\s", message, maxsplit=1)[0]
                 return replace(inner, message=f"{clean(summary)}: {inner.message}")
             line_number, file = int(found["line"]), _short(found["file"], roots)
@@ -90,19 +96,6 @@ def first_cmake_error(lines: Sequence[str], roots: Sequence[str] = ()) -> FirstE
             message = found["message"] or _indented(lines, index + 1) or "CMake gave no reason"
             named = _short(found["file"], roots) if found["file"] else None
             return FirstError(clean(message), index + 1, named)
-    return None
-
-
-def _compilers_own(lines: Sequence[str], start: int) -> FirstError | None:
-    """Find the error of a compiler that CMake tried, in the output that it quotes."""
-    end = next(
-        (n for n in range(start, len(lines)) if lines[n].strip() and not lines[n].startswith("  ")),
-        len(lines),
-    )
-    heads = ("The output was:", "fails with the following output:")
-    for index in range(start, end):
-        if lines[index].strip().endswith(heads):
-            return _first_in(lines, index + 1, end, ())
     return None
 
 
@@ -149,16 +142,14 @@ def _first_in(
             return replace(found, log_line=found.log_line + index)
         for pattern in _PATTERNS:
             if match := pattern.match(line):
-                said = match.groupdict()
-                at = {n: int(said[n]) if said.get(n) else None for n in ("line", "column")}
-                file = _short(said["file"], roots) if said.get("file") else None
-                return FirstError(clean(said["message"]), index + 1, file, **at)
+                parts = match.groupdict()
+                at = {n: int(parts[n]) if parts.get(n) else None for n in ("line", "column")}
+                file = _short(parts["file"], roots) if parts.get("file") else None
+                return FirstError(clean(parts["message"]), index + 1, file, **at)
     return None
 
 
 def _short(file: str, roots: Sequence[str]) -> str:
     """Cut the work folder from a file's name."""
-    for root in roots:
-        if file.startswith(root + "/"):
-            return file[len(root) + 1 :]
-    return file
+    root = next((root for root in roots if file.startswith(f"{root}/")), None)
+    return file.removeprefix(f"{root}/") if root else file

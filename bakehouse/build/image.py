@@ -475,19 +475,30 @@ def _verify(
     plan, found = job.plan, job.result()
     inside = job.folder / "inside"
     inside.mkdir()
-    below = plan.server.rpartition("/")[0]
+    below, cuda = plan.server.rpartition("/")[0], expected.cuda
     files = image_files(job.ctx.docker, found.id, below=below, target=inside)
     not_root = check("image.user", "not root", found.user or "root", plan.image,
                      ok=not found.has_root)  # fmt: skip
-    checks: tuple[Check, ...] = (
-        check_labels(plan, found),
-        not_root,
-        *_check_files(inside, files, expected, toolkit, f"{below} in {plan.image}", below),
-    )
+    where = f"{below} in {plan.image}"
+    installed = check_files(inside, sorted(file.name for file in inside.iterdir()), where)
+    present = {PurePosixPath(file.path).name for file in files if file.kind != "folder"}
+    missing = ", ".join(sorted(set(installed.system) - present - {DRIVER}))
+    lacks = f"the runtime image lacks {missing}" if missing else "all of them"
+    libraries = check("image.libraries", "every library that the built files load", lacks, where,
+                      ok=not missing)  # fmt: skip
+    of_files = [*installed.checks, libraries]
+    if cuda and toolkit:
+        of_files += accept_artifact(inside, cuda.toolkit, cuda.requested, toolkit.same)
+    # The copies in `inside` are removed afterwards: name the image's own files instead.
+    checks: tuple[Check, ...] = (check_labels(plan, found), not_root)
+    for one in of_files:
+        observed = one.observed and one.observed.replace(str(inside), below)
+        changes = {"observed": observed, "where": one.where.replace(str(inside), below)}
+        checks += (one.model_copy(update=changes),)
     job.run.checks(checks)
     builder.all_passed("the built image is not as planned", checks)
     ran = _run_server(job, lock, found, toolkit.stub if toolkit else None)
-    if expected.cuda and job.ctx.docker.facts().nvidia:
+    if cuda and job.ctx.docker.facts().nvidia:
         question = _question(found.id, plan.server, "--list-devices")
         ask = question.model_copy(update={"gpus": "all"})
         ran += builder.check_devices(
@@ -496,38 +507,6 @@ def _verify(
     job.run.checks(ran)
     builder.all_passed("the built image failed verification", (*checks, *ran))
     return job.keep(found, (*configured, *checks, *ran), files)
-
-
-def _check_files(
-    copies: Path,
-    files: Iterable[ImageFile],
-    expected: Expected,
-    toolkit: ImageView | None,
-    where: str,
-    server_folder: str,
-) -> tuple[Check, ...]:
-    """Check an image's files; `copies` has those that were built, `files` is all of them."""
-    names = sorted(file.name for file in copies.iterdir())
-    installed = check_files(copies, names, where)
-    present = {PurePosixPath(file.path).name for file in files if file.kind != "folder"}
-    missing = sorted(set(installed.system) - present - {DRIVER})
-    libraries = check(
-        "image.libraries", "every library that the built files load",
-        f"the runtime image lacks {', '.join(missing)}" if missing else "all of them", where,
-        ok=not missing,
-    )  # fmt: skip
-    checks = (*installed.checks, libraries)
-    if expected.cuda and toolkit:
-        cuda = expected.cuda
-        checks += accept_artifact(copies, cuda.toolkit, cuda.requested, toolkit.same)
-    # The copies are removed afterwards: name the image's own files instead.
-    return tuple(
-        one.model_copy(update={
-            "observed": one.observed and one.observed.replace(str(copies), server_folder),
-            "where": one.where.replace(str(copies), server_folder),
-        })
-        for one in checks
-    )  # fmt: skip
 
 
 def _run_server(

@@ -9,7 +9,6 @@ from pathlib import Path
 from bakehouse import flags
 from bakehouse.context import Context, Outcome
 from bakehouse.errors import CheckpointError, UsageError
-from bakehouse.lock import Lock
 from bakehouse.memory.budget import Weight
 from bakehouse.memory.fit import find_machine, locked_weights, recipe_budget, table
 from bakehouse.models import Check, check
@@ -18,7 +17,7 @@ from bakehouse.plan.planner import inspect_host, make_plan
 from bakehouse.plan.serve import described
 from bakehouse.plan.types import ARTIFACT_RECORD, BuildPlan, ImagePlan, ServePlan, Step
 from bakehouse.preflight import rules
-from bakehouse.recipe.loader import LoadedRecipe, find
+from bakehouse.recipe.loader import find
 from bakehouse.redact import clean
 from bakehouse.sources.weights import locate
 
@@ -100,7 +99,14 @@ def run(ctx: Context, options: Options) -> Outcome:
     plan, _ = make_plan(loaded, lock, inspect_host(ctx, loaded.recipe, lock), ctx.places)
     lines = [f"recipe {plan.recipe}, lock {plan.lock}", "", *step_lines(plan.fetch)]
     lines += ["", *build_lines(plan.build), "", *serve_lines(plan.serve)]
-    weights, checks = _weights(ctx, loaded, lock)
+    located = locate(ctx.places, loaded.folder, loaded.recipe, lock)
+    weights: dict[str, Weight] = {}
+    checks: tuple[Check, ...] = ()
+    try:  # by their headers, if they are here
+        weights = locked_weights(lock, {role: paths.files for role, paths in located.items()})
+    except CheckpointError as error:
+        where = error.where or ""
+        checks = (check("weights", "complete weight files", error.what, where, ok=False),)
     toolkit = None if isinstance(plan.build, ImagePlan) else plan.build.expected.cuda
     bad = rules.known_bad(
         loaded,
@@ -119,18 +125,3 @@ def run(ctx: Context, options: Options) -> Outcome:
     lines += ["", *warned] if (warned := rules.warnings(bad)) else []
     result = {**plan.to_data(), "built": is_built(plan.build), "memory": memory}
     return Outcome(result=result, text="\n".join(lines), checks=checks)
-
-
-def _weights(
-    ctx: Context, loaded: LoadedRecipe, lock: Lock
-) -> tuple[dict[str, Weight], tuple[Check, ...]]:
-    """The weights, by their headers if they are here; for damaged ones a failed check instead."""
-    files = {
-        role: paths.files
-        for role, paths in locate(ctx.places, loaded.folder, loaded.recipe, lock).items()
-    }
-    try:
-        return locked_weights(lock, files), ()
-    except CheckpointError as error:
-        expected = "complete weight files"
-        return {}, (check("weights", expected, error.what, error.where or "", ok=False),)

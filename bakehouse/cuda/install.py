@@ -41,19 +41,16 @@ STUB_LIBRARY = 34
 _INSIDE = re.compile(r"nvidia/cu\d+/((?:bin|include|lib|nvvm)/.+)")
 
 
-def release_sets() -> dict[str, dict[str, str]]:
-    """List the releases that can be installed, each with the exact version of every part."""
+def release_for(wanted: str) -> tuple[str, dict[str, str]]:
+    """Choose the newest release whose nvcc satisfies `wanted`, with the version of every part.
+
+    Raises RecipeError if none does.
+    """
     # Deferred: reading YAML costs time that `plan` and `--list` need not spend.
     from ruamel.yaml import YAML
 
     text = resources.files("bakehouse.cuda").joinpath("sets.yaml").read_text()
     sets: dict[str, dict[str, str]] = YAML(typ="safe", pure=True).load(text)
-    return sets
-
-
-def release_for(wanted: str) -> tuple[str, dict[str, str]]:
-    """Choose the newest release whose nvcc satisfies `wanted`. Raises RecipeError if none does."""
-    sets = release_sets()
     fitting = [r for r, parts in sets.items() if satisfies(parts["nvidia-cuda-nvcc"], wanted)]
     if not fitting:
         known = ", ".join(sorted({p["nvidia-cuda-nvcc"] for p in sets.values()}))

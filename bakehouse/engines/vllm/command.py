@@ -414,30 +414,21 @@ def check_flags(command: Command, pinned: Pinned) -> Iterator[Problem]:
         if rule.kind == "never":
             yield f"serve.command must not set {flag}", rule.why
             continue
-        keys = tuple(key.split(".")) if dot else ()
+        above = tuple(key.split(".")) if dot else ()
         for word in words:
-            yield from _check_word(head, keys, word, rule, pinned)
-
-
-def _check_word(
-    flag: str, above: tuple[str, ...], word: str, rule: Rule, pinned: Pinned
-) -> Iterator[Problem]:
-    """Check one word after a flag: text, JSON, or NAME=PATH."""
-    if rule.kind == "named" and not word.startswith(("{", "[")):
-        word = word.partition("=")[2]
-    refused: set[str] = set()
-    document: Any = word
-    if word.lstrip().startswith(("{", "[")):
-        with suppress(ValueError, RecursionError):
-            document = json.loads(word)
-    for keys, value in _leaves(document, above):
-        inner, place = _rule_of(flag, keys, rule)
-        if inner.kind == "never":
-            if place not in refused:
-                refused.add(place)
-                yield f"serve.command must not set {place}", inner.why
-        elif isinstance(value, str):
-            yield from _check_text(".".join((flag, *keys)), keys, value, inner, pinned)
+            named = rule.kind == "named" and not word.startswith(("{", "["))
+            document: Any = word.partition("=")[2] if named else word  # NAME=PATH, text or JSON
+            if document.lstrip().startswith(("{", "[")):
+                with suppress(ValueError, RecursionError):
+                    document = json.loads(document)
+            refused: set[str] = set()
+            for keys, value in _leaves(document, above):
+                inner, place = _rule_of(head, keys, rule)
+                if inner.kind == "never" and place not in refused:
+                    refused.add(place)
+                    yield f"serve.command must not set {place}", inner.why
+                elif inner.kind != "never" and isinstance(value, str):
+                    yield from _check_text(".".join((head, *keys)), keys, value, inner, pinned)
 
 
 def _check_text(
