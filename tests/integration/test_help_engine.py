@@ -34,7 +34,7 @@ def known(llama_server: Path, tmp_path_factory: pytest.TempPathFactory) -> Help:
     return found
 
 
-def test_the_text_is_read_whole(known: Help, llama_server: Path) -> None:
+def test_help_text_is_read_whole(known: Help, llama_server: Path) -> None:
     """The shell completion that the server prints lists the same flags, negated ones left out."""
     argv = (llama_server, "--completion-bash")
     text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
@@ -46,13 +46,13 @@ def test_the_text_is_read_whole(known: Help, llama_server: Path) -> None:
     assert all(flag.startswith(("--no-", "-n")) for flag in known.entries.keys() - wanted)
 
 
-def test_every_flag_that_bakehouse_adds_exists(known: Help) -> None:
+def test_help_lists_every_flag_that_bakehouse_adds(known: Help) -> None:
     added, _ = command.additions(("s",), recipe("r"), host="127.0.0.1", port=1, key_file="/run/key")
     assert not_passed(check_flags(("s", *added), known, "--help")) == ()
 
 
 @pytest.mark.parametrize("name", names(RECIPES))
-def test_every_flag_of_the_shipped_recipes_exists(known: Help, name: str) -> None:
+def test_help_lists_every_flag_of_the_shipped_recipes(known: Help, name: str) -> None:
     loaded = load(RECIPES / f"{name}.yaml")
     if loaded.recipe.engine != "llama.cpp":
         pytest.skip("another engine")
@@ -61,7 +61,7 @@ def test_every_flag_of_the_shipped_recipes_exists(known: Help, name: str) -> Non
     assert not_passed(check_flags(argv, known, "--help")) == ()
 
 
-def test_flags_that_are_refused_or_looked_for_are_named_as_the_server_names_them(
+def test_help_names_flags_that_are_refused_or_looked_for(
     known: Help,
 ) -> None:
     """A flag of ours that no build has would never be found in a command."""
@@ -69,7 +69,7 @@ def test_flags_that_are_refused_or_looked_for_are_named_as_the_server_names_them
     assert {flag for flag in ours if flag not in known.entries} == set()
 
 
-def test_removed_and_misspelled_flags_are_refused_as_the_server_does(
+def test_help_check_refuses_removed_and_misspelled_flags_as_the_server_does(
     known: Help, llama_server: Path
 ) -> None:
     for flag in ("--draft-max", "--draft-n-max", "--ctx-size=64", "--spec-ngram-size-n"):

@@ -140,7 +140,7 @@ def test_image_plan_digests_do_not_change() -> None:
     ]
 
 
-def test_survey_for_an_image_needs_no_tools(context: Context) -> None:
+def test_host_inspection_for_an_image_needs_no_tools(context: Context) -> None:
     data = {
         **small_recipe().to_data(), "engine": "vllm", "source": None, "build": None,
         "image": {"ref": {"x86_64": "vllm/vllm-openai:v1", "aarch64": "vllm/vllm-openai:v1"}},
