@@ -23,7 +23,7 @@ from bakehouse.context import Context
 from bakehouse.engines.vllm.image_probe import run_script
 from bakehouse.engines.vllm.scripts import read_files as reader
 from bakehouse.errors import BakehouseError, BuildFailed
-from bakehouse.lock import GitPin, Lock, PatchPin
+from bakehouse.lock import GitPin, Lock
 from bakehouse.models import check
 from bakehouse.patches.apply import diff_of, does_not_apply, try_apply
 from bakehouse.patches.diff import FilePart, read_diff
@@ -76,7 +76,14 @@ def lay_over(ctx: Context, lock: Lock, plan: ImagePlan, run: Run, *, recipes: Pa
         overlay = Overlay({})
         if lock.source or lock.patches:
             with run.step("overlay"):
-                overlay = make_overlay(ctx, lock, plan.pin.ref)
+                make = _from_branch if lock.source else _patched
+                overlay = make(ctx, lock, plan.pin.ref)
+                if not overlay.files and not overlay.removed:
+                    raise BuildFailed(
+                        "the change has no Python files of the package vllm, so there is nothing "
+                        "to lay over", id="overlay-empty", hint="use the image as it is",
+                        where=", ".join(overlay.left_out[:8]) or plan.pin.ref,
+                    )  # fmt: skip
         run.fact("overlay", {"files": overlay.hashes, "removed": list(overlay.removed),
                              "left out": list(overlay.left_out)})  # fmt: skip
         shutil.rmtree(job.folder, ignore_errors=True)
@@ -120,21 +127,6 @@ def _verify_overlay(job: DockerBuild, overlay: Overlay) -> BuiltImage:
     return job.keep(found, checks)
 
 
-def make_overlay(ctx: Context, lock: Lock, image: str) -> Overlay:
-    """Return the files to lay over the base `image`, which is here.
-
-    Raises BuildFailed (6) if compiled code would have to change, PatchError (5), LockError.
-    """
-    made = _from_branch(ctx, lock, image) if lock.source else _patched(ctx, lock.patches, image)
-    if not made.files and not made.removed:
-        raise BuildFailed(
-            "the change has no Python files of the package vllm, so there is nothing to lay over",
-            where=", ".join(made.left_out[:8]) or image, id="overlay-empty",
-            hint="use the image as it is",
-        )  # fmt: skip
-    return made
-
-
 def refuse_compiled(paths: Iterable[str], where: str) -> None:
     """Raise BuildFailed if any of the changed files is compiled."""
     found = sorted(path for path in paths if COMPILED.match(path))
@@ -168,8 +160,8 @@ def read_files(ctx: Context, image: str, names: Sequence[str]) -> tuple[str, dic
         ) from None  # fmt: skip
 
 
-def _patched(ctx: Context, pins: Sequence[PatchPin], image: str) -> Overlay:
-    diffs = [(pin, read_diff(diff_of(ctx, pin), pin.file.path)) for pin in pins]
+def _patched(ctx: Context, lock: Lock, image: str) -> Overlay:
+    diffs = [(pin, read_diff(diff_of(ctx, pin), pin.file.path)) for pin in lock.patches]
     paths = sorted({path for _, parts in diffs for part in parts for path in paths_of(part)})
     refuse_compiled(paths, image)
     inside = [path for path in paths if path.startswith(PACKAGE)]
