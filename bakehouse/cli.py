@@ -25,7 +25,6 @@ from bakehouse.errors import BakehouseError, HostError, Interrupted, RecipeError
 from bakehouse.flags import TASKS
 from bakehouse.models import Check, plain, to_json
 from bakehouse.redact import Redactor, clean, secret_values
-from bakehouse.runs.store import record_of
 
 SCHEMA = 1
 """Version of the JSON document."""
@@ -166,7 +165,7 @@ def _run(edge: Edge) -> Result:
                 break
         text = ""
     code = error.exit_code if error else outcome.exit
-    record = record_of(error) if error else None
+    record = _record_of(error) if error else None
     return Result(
         edge.task, code, outcome.result, text, outcome.checks, error, record, told=outcome.told
     )
@@ -203,6 +202,13 @@ def _flag(name: str) -> str:
     return name.replace("_", "-")
 
 
+def _record_of(error: BaseException) -> str | None:
+    """Return the folder of the run that an error belongs to."""
+    from bakehouse.runs.store import record_of  # with SQLite, for failed runs only
+
+    return record_of(error)
+
+
 def _failed(error: BaseException, edge: Edge) -> Result:
     """Return the result for an exception; the traceback of a bug of ours is kept in a file."""
     if edge.debug:
@@ -210,7 +216,7 @@ def _failed(error: BaseException, edge: Edge) -> Result:
 
         lines = "".join(traceback.format_exception(error))
         _emit(sys.stderr, clean(edge.redactor.text(lines)))
-    record = record_of(error)
+    record = _record_of(error)
     known = _explain(error)
     if known is None:
         details = _keep_traceback(error, edge, record)

@@ -18,7 +18,6 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from bakehouse.cuda.toolkit import numbers, satisfies
-from bakehouse.engines.vllm import arguments
 from bakehouse.models import Check, Frozen, check
 from bakehouse.recipe.models import Recipe
 
@@ -170,6 +169,8 @@ def situation_of(
     words = tuple(command)
     pairs = [f"{a}={b}" for a, b in pairwise(words) if a.startswith("--") and "=" not in a]
     if recipe.engine == "vllm":  # which has several spellings of a flag
+        from bakehouse.engines.vllm import arguments  # most recipes do without
+
         read = arguments.read(words).flags
         pairs += [f"{flag}={value}" for flag, values in read.items() for value in values]
     names += [pair for pair in pairs if pair.startswith("--quantization=")]

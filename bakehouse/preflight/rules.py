@@ -23,7 +23,6 @@ from bakehouse.context import Context
 from bakehouse.cuda.configure import ARCHITECTURES, Conflict, conflicts
 from bakehouse.engines.base import engine_of
 from bakehouse.engines.llamacpp.cmake import NOTHING, refusals
-from bakehouse.engines.vllm import arguments, engine
 from bakehouse.errors import BakehouseError, Fault, RecipeError, UsageError
 from bakehouse.lock import Lock
 from bakehouse.models import Check, Verdict
@@ -207,6 +206,8 @@ def faults(loaded: LoadedRecipe) -> tuple[Fault, ...]:
     except RecipeError as error:
         found += error.faults
     if recipe.engine == "vllm":
+        from bakehouse.engines.vllm import arguments, engine  # most recipes do without
+
         found += [
             loaded.origin(*c.keys).fault(c.message, c.hint)
             for c in engine.conflicts(recipe, arguments.read(loaded.command))
